@@ -1,0 +1,39 @@
+"""SGLang's attention-backend contract: when metadata is built. The maths is in the layers."""
+
+from typing import Any
+
+from sglang_dsv4 import host
+from sglang_dsv4.attention.metadata import Metadata, build
+
+
+class DSV4Backend(host.AttentionBackend):
+    """Builds each forward's metadata and hands layers their caches.
+
+    Lengths are read on the device only. Metadata holds copies of the page table and of window rows,
+    so layers never read what the scheduler may overwrite while a step is running.
+    """
+
+    needs_cpu_seq_lens = False
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__()
+        self.token_to_kv_pool = runner.token_to_kv_pool
+        self.req_to_token_pool = runner.req_to_token_pool
+        self.caches = host.layer_caches(runner.token_to_kv_pool)
+        self.window = int(runner.model_config.window_size)
+        self.context_len = host.context_length(runner.model_config)
+        self.metadata: Metadata | None = None
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Called by the host before each eager forward."""
+        batch = host.batch(
+            forward_batch,
+            req_to_token=self.req_to_token_pool.req_to_token,
+            window_map=self.token_to_kv_pool.full_to_swa_index_mapping,
+            context_len=self.context_len,
+        )
+        self.metadata = build(batch, window=self.window, window_rows=self.caches[0].window_rows)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Padding requests count one token, which lands in the null page."""
+        return 1

@@ -1,0 +1,50 @@
+"""The lightning indexer of CSA layers: which entries a token attends to."""
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from sglang_dsv4.attention.cache import LayerCache
+from sglang_dsv4.attention.compressor import IndexCompressor
+from sglang_dsv4.attention.metadata import Metadata
+from sglang_dsv4.backends import Ops
+from sglang_dsv4.config import DSV4Config
+from sglang_dsv4.parameters import Weight
+from sglang_dsv4.precision import Precision
+
+
+class Indexer(nn.Module):
+    """Scores entries by ReLU dot products of small heads and keeps the best index_topk.
+
+    Queries and keys lie on the FP4 grid that the model was trained for, after a Hadamard transform
+    on both sides, unless precision keeps them whole; head weights and scores are float32.
+    """
+
+    def __init__(self, config: DSV4Config, precision: Precision, ops: Ops) -> None:
+        super().__init__()
+        self.ops = ops
+        self.heads, self.dim = config.index_n_heads, config.index_head_dim
+        self.top_k = config.index_topk
+        self.fp4 = precision.indexer_qk == "fp4"
+        self.weight_scale = self.dim**-0.5 * self.heads**-0.5
+        self.wq_b = Weight(self.heads * self.dim, config.q_lora_rank)
+        self.weights_proj = Weight(self.heads, config.hidden_size)
+        self.compressor = IndexCompressor(config, ops, fp4=self.fp4)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        q_lora: torch.Tensor,
+        frequencies: torch.Tensor,
+        meta: Metadata,
+        cache: LayerCache,
+    ) -> torch.Tensor:
+        """x [T, D], q_lora [T, q] -> entry numbers [T, index_topk] int64, padded with -1."""
+        assert cache.index_keys is not None
+        self.compressor(x, frequencies, meta, cache)
+        q = functional.linear(q_lora, self.wq_b.weight).unflatten(-1, (self.heads, self.dim))
+        q = self.ops.index_query(q, meta.positions, frequencies, fp4=self.fp4)
+        weights = functional.linear(x.float(), self.weights_proj.weight.float())
+        return self.ops.select_entries(
+            q, weights * self.weight_scale, cache.index_keys, meta.entries, top_k=self.top_k
+        )

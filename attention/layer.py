@@ -1,0 +1,106 @@
+"""Shared-KV multi-query attention over window rows and compressed entries."""
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from sglang_dsv4.attention.cache import LayerCache
+from sglang_dsv4.attention.compressor import CsaCompressor, HcaCompressor
+from sglang_dsv4.attention.indexer import Indexer
+from sglang_dsv4.attention.metadata import IndexList, Metadata
+from sglang_dsv4.attention.rope import rope_frequencies
+from sglang_dsv4.backends import Ops
+from sglang_dsv4.config import DSV4Config, LayerKind
+from sglang_dsv4.parallel import Parallel
+from sglang_dsv4.parameters import Weight, tensor
+from sglang_dsv4.precision import Precision
+
+
+class Attention(nn.Module):
+    """One layer's attention: low-rank queries, one key/value vector per token, sinks, grouped output.
+
+    Heads and output groups are split over tensor-parallel ranks; what feeds the cache is not, so
+    every rank holds the same rows.
+    """
+
+    def __init__(
+        self,
+        config: DSV4Config,
+        layer_id: int,
+        precision: Precision,
+        ops: Ops,
+        parallel: Parallel,
+    ) -> None:
+        super().__init__()
+        self.ops, self.parallel = ops, parallel
+        self.kind = config.layer_kinds[layer_id]
+        self.eps = config.rms_norm_eps
+        self.head_dim = config.head_dim
+        self.heads = config.num_attention_heads // parallel.size
+        self.groups = config.o_groups // parallel.size
+        self.o_lora = config.o_lora_rank
+        self.scale = config.head_dim**-0.5
+
+        hidden, q_lora = config.hidden_size, config.q_lora_rank
+        group_width = config.num_attention_heads // config.o_groups * self.head_dim
+        self.wq_a = Weight(q_lora, hidden)
+        self.q_norm = Weight(q_lora)
+        self.wq_b = Weight(self.heads * self.head_dim, q_lora)
+        self.wkv = Weight(self.head_dim, hidden)
+        self.kv_norm = Weight(self.head_dim)
+        self.attn_sink = tensor(self.heads, dtype=torch.float32)
+        self.wo_a = Weight(self.groups * self.o_lora, group_width)
+        self.wo_b = Weight(hidden, self.groups * self.o_lora)
+        self.compressor: CsaCompressor | HcaCompressor | None = None
+        self.indexer: Indexer | None = None
+        if self.kind is LayerKind.CSA:
+            self.compressor = CsaCompressor(config, ops)
+            self.indexer = Indexer(config, precision, ops)
+        elif self.kind is LayerKind.HCA:
+            self.compressor = HcaCompressor(config, ops)
+        self.frequencies: torch.Tensor
+        self.register_buffer("frequencies", rope_frequencies(config, self.kind), persistent=False)
+
+    def forward(self, x: torch.Tensor, meta: Metadata, cache: LayerCache) -> torch.Tensor:
+        """x [T, D] (normed) -> [T, D]; the tokens' rows, entries and state go into the cache."""
+        q_lora = functional.linear(x, self.wq_a.weight)
+        q_lora = self.ops.rms_norm(q_lora, self.q_norm.weight, eps=self.eps)
+        q = functional.linear(q_lora, self.wq_b.weight).unflatten(-1, (self.heads, self.head_dim))
+        q = self.ops.query_norm_rope(q, meta.positions, self.frequencies, eps=self.eps)
+        self.ops.kv_norm_rope_store(
+            functional.linear(x, self.wkv.weight),
+            self.kv_norm.weight,
+            meta.positions,
+            self.frequencies,
+            meta.window_store,
+            cache.kv,
+            eps=self.eps,
+        )
+        # Entries come before attention: a token sees the entry that it closes itself.
+        if self.compressor is not None:
+            self.compressor(x, self.frequencies, meta, cache)
+        out = self.ops.sparse_attention(
+            q,
+            cache.kv,
+            self._keys(x, q_lora, meta, cache),
+            self.attn_sink,
+            meta.positions,
+            self.frequencies,
+            scale=self.scale,
+        )
+        return self._project(out)
+
+    def _keys(
+        self, x: torch.Tensor, q_lora: torch.Tensor, meta: Metadata, cache: LayerCache
+    ) -> IndexList:
+        if self.indexer is not None:
+            selected = self.indexer(x, q_lora, self.frequencies, meta, cache)
+            return self.ops.csa_index_list(selected, meta.window, meta.entries)
+        return meta.hca_list if self.kind is LayerKind.HCA else meta.window
+
+    def _project(self, out: torch.Tensor) -> torch.Tensor:
+        """Each group of heads goes down to o_lora channels, then all groups mix: [T, D]."""
+        grouped = out.reshape(out.shape[0], self.groups, -1)
+        wo_a = self.wo_a.weight.view(self.groups, self.o_lora, -1)
+        latent = torch.einsum("tgi,goi->tgo", grouped, wo_a)
+        return self.parallel.all_reduce(functional.linear(latent.flatten(1), self.wo_b.weight))

@@ -1,0 +1,1 @@
+"""The mixture of experts: routers, routed experts and the shared expert."""

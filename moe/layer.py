@@ -1,0 +1,120 @@
+"""The MoE layer: router, routed experts, shared expert; with tensor parallelism by expert width.
+
+Source: the DeepSeek-V4 paper, section 2.1. Parameters carry the checkpoint's names; the gate (w1)
+and up (w3) rows of every expert are stacked as w13.
+"""
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from sglang_dsv4.backends import Ops
+from sglang_dsv4.config import DSV4Config
+from sglang_dsv4.parallel import Parallel
+from sglang_dsv4.parameters import tensor
+
+
+class MoE(nn.Module):
+    """Routed experts plus the shared expert.
+
+    Every rank holds all experts, and of each its own `moe_intermediate_size / size` inner channels.
+    """
+
+    def __init__(self, config: DSV4Config, layer_id: int, ops: Ops, parallel: Parallel) -> None:
+        """config: its moe_intermediate_size is a multiple of the number of ranks."""
+        super().__init__()
+        width = config.moe_intermediate_size // parallel.size
+        assert width * parallel.size == config.moe_intermediate_size
+        self.parallel = parallel
+        hashed = layer_id < config.num_hash_layers
+        self.gate = HashRouter(config, ops) if hashed else ScoredRouter(config, ops)
+        self.experts = RoutedExperts(config, width, ops)
+        self.shared_experts = SharedExpert(config, width, ops)
+
+    def forward(self, x: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        """x [T, D] (normed), token_ids [T] -> [T, D] in x's dtype.
+
+        Ranks add their fp32 parts and only the sum is rounded, so that their number changes the
+        order of additions and nothing else.
+        """
+        weights, experts = self.gate(x, token_ids)
+        part = self.experts(x, weights, experts) + self.shared_experts(x)
+        return self.parallel.all_reduce(part).to(x.dtype)
+
+
+class ScoredRouter(nn.Module):
+    """Chooses the best scoring experts; a learned bias moves the choice, not the weights."""
+
+    def __init__(self, config: DSV4Config, ops: Ops) -> None:
+        super().__init__()
+        self.ops = ops
+        self.top_k = config.num_experts_per_tok
+        self.scale = config.routed_scaling_factor
+        self.weight = tensor(config.n_routed_experts, config.hidden_size)
+        self.bias = tensor(config.n_routed_experts, dtype=torch.float32)
+
+    def forward(
+        self, x: torch.Tensor, token_ids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [T, D] -> weights [T, k] fp32, experts [T, k] int64; token_ids only fit the call."""
+        logits = _fp32_linear(x, self.weight)
+        return self.ops.route_scored(logits, self.bias, top_k=self.top_k, scale=self.scale)
+
+
+class HashRouter(nn.Module):
+    """The router of the first layers: a fixed table gives every token id its experts."""
+
+    tid2eid: torch.Tensor
+
+    def __init__(self, config: DSV4Config, ops: Ops) -> None:
+        super().__init__()
+        self.ops = ops
+        self.scale = config.routed_scaling_factor
+        self.weight = tensor(config.n_routed_experts, config.hidden_size)
+        shape = (config.vocab_size, config.num_experts_per_tok)
+        self.register_buffer("tid2eid", torch.empty(shape, dtype=torch.int64))
+
+    def forward(
+        self, x: torch.Tensor, token_ids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [T, D], token_ids [T] -> weights [T, k] fp32, experts [T, k] int64."""
+        logits = _fp32_linear(x, self.weight)
+        return self.ops.route_hashed(logits, token_ids, self.tid2eid, scale=self.scale)
+
+
+class RoutedExperts(nn.Module):
+    """This rank's slice of the experts that a router chooses from."""
+
+    def __init__(self, config: DSV4Config, width: int, ops: Ops) -> None:
+        super().__init__()
+        self.ops = ops
+        self.limit = config.swiglu_limit
+        self.w13 = tensor(config.n_routed_experts, 2 * width, config.hidden_size)
+        self.w2 = tensor(config.n_routed_experts, config.hidden_size, width)
+
+    def forward(
+        self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor
+    ) -> torch.Tensor:
+        """x [T, D], weights [T, k], experts [T, k] -> [T, D] fp32, this rank's part of the sum."""
+        return self.ops.routed_experts(x, weights, experts, self.w13, self.w2, limit=self.limit)
+
+
+class SharedExpert(nn.Module):
+    """This rank's slice of the expert that every token passes through, with weight 1."""
+
+    def __init__(self, config: DSV4Config, width: int, ops: Ops) -> None:
+        super().__init__()
+        self.ops = ops
+        self.limit = config.swiglu_limit
+        self.w13 = tensor(2 * width, config.hidden_size)
+        self.w2 = tensor(config.hidden_size, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, D] -> [T, D] fp32, this rank's part of the sum."""
+        activated = self.ops.swiglu(_fp32_linear(x, self.w13), limit=self.limit)
+        return _fp32_linear(activated, self.w2)
+
+
+def _fp32_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x times the transposed weight in fp32, whatever the two are stored in."""
+    return functional.linear(x.float(), weight.float())

@@ -1,0 +1,63 @@
+"""The console command `sglang-dsv4`: subcommands, exit codes, and errors as sentences."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+from sglang_dsv4 import __version__, cli_doctor, cli_make_tiny
+from sglang_dsv4.config import ConfigError
+from sglang_dsv4.settings import SettingsError
+
+BAD_INPUT = 2
+INTERRUPTED = 130
+
+_EPILOG = """\
+examples:
+  sglang-dsv4 doctor                      what is installed, what is missing, how to get it
+  sglang-dsv4 doctor /models/v4 --json    the same as JSON, with a check of a checkpoint
+  sglang-dsv4 make-tiny /tmp/tiny         a small random checkpoint, to try the server with
+  python -m sglang.launch_server --model-path /tmp/tiny --device cpu
+
+exit codes:
+  0    all went well
+  1    a check failed (doctor)
+  2    the command line or what it names cannot be used
+  130  interrupted
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit code."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return arguments.run(arguments)
+    except (ConfigError, SettingsError, OSError) as error:
+        print(f"sglang-dsv4: error: {error}", file=sys.stderr)
+        if arguments.json:
+            print(json.dumps({"error": str(error)}))
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        print("sglang-dsv4: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="sglang-dsv4",
+        description="Tools of the SGLang plugin that serves DeepSeek-V4.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"sglang-dsv4 {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for module in (cli_make_tiny, cli_doctor):
+        command = module.add_parser(commands)
+        command.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+        command.set_defaults(run=module.run)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,290 @@
+"""SGLang as we use it: every name of the host that our model, cache and backend need.
+
+Only this module and `plugin` import sglang. The classes here subclass the host's, so that its
+scheduler, allocator and radix tree go on recognising them.
+"""
+
+import json
+import logging
+from typing import Any
+
+import torch
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
+from sglang.srt.distributed.communication_op import tensor_model_parallel_all_reduce
+from sglang.srt.distributed.parallel_state import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+)
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend as AttentionBackend
+from sglang.srt.layers.logits_processor import LogitsProcessor
+from sglang.srt.mem_cache import deepseek_v4_memory_pool as host_pool
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_executor.forward_context import get_attn_backend
+from sglang.srt.model_executor.pool_configurator import DSV4PoolConfigurator
+from sglang.srt.runtime_context import get_device, get_model
+from sglang.srt.utils.hf_transformers.common import _CONFIG_REGISTRY
+
+from sglang_dsv4.attention.cache import PAGE, LayerCache, entries_per_page
+from sglang_dsv4.attention.metadata import Batch
+from sglang_dsv4.config import DSV4Config, LayerKind
+from sglang_dsv4.parallel import Parallel
+
+logger = logging.getLogger(__name__)
+
+RAW_CONFIG = "dsv4_raw_config"  # attribute of the host's config that keeps our config.json
+
+
+class HostConfig(_CONFIG_REGISTRY["deepseek_v4"]):  # type: ignore[misc]
+    """The host's config of this model, for both dialects of config.json.
+
+    The host reads fields that a config saved by transformers lacks, injects defaults of another
+    model and rewrites the rope fields; so the raw file is kept beside what the host makes of it.
+    """
+
+    model_type = "deepseek_v4"
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        raw = dict(config_dict)
+        result = super().from_dict(raw | DSV4Config.from_dict(raw).host_fields(), **kwargs)
+        config = result[0] if isinstance(result, tuple) else result
+        setattr(config, RAW_CONFIG, raw)
+        return result
+
+
+def raw_config(config: Any) -> dict[str, Any]:
+    """The checkpoint's config.json, with --json-model-override-args applied."""
+    overrides = json.loads(get_model().json_model_override_args or "{}")
+    return getattr(config, RAW_CONFIG) | overrides
+
+
+def parallel() -> Parallel:
+    """The tensor-parallel group of this process."""
+    return Parallel(
+        rank=get_tensor_model_parallel_rank(),
+        size=get_tensor_model_parallel_world_size(),
+        all_reduce=tensor_model_parallel_all_reduce,
+    )
+
+
+def device() -> str:
+    """The device type that the server runs on."""
+    return str(get_device().device)
+
+
+def logits_processor(config: Any) -> torch.nn.Module:
+    """The host's last step: logits, log-probabilities, gathering over ranks."""
+    return LogitsProcessor(config)
+
+
+def attention_backend() -> Any:
+    """Our attention backend, as the host made it for this forward."""
+    return get_attn_backend()
+
+
+class RowPool(host_pool.DeepSeekV4SingleKVPool):
+    """Book-keeping of one kind of rows; KVPool makes the rows themselves."""
+
+    def _create_buffers(self) -> None:
+        pages = host_pool._num_dsv4_physical_kv_pages(
+            self.size, self.page_size, self.global_page_size
+        )
+        self.rows = pages * self.page_size
+        self.kv_buffer: list[torch.Tensor] = []
+
+    def append_view(self, rows: torch.Tensor) -> None:
+        """Keep `rows` [n, 512] as [pages, page * 512], the shape that the host expects."""
+        self.kv_buffer.append(rows.view(-1, self.page_size * rows.shape[1]))
+
+
+class IndexKeyPool(host_pool.DeepSeekV4IndexerPool):
+    """Index keys as plain rows [pages, page * 128] in the row dtype."""
+
+    def _create_buffer(self) -> None:
+        pages = host_pool._num_dsv4_physical_kv_pages(
+            self.size, self.page_size, self.global_page_size
+        )
+        with self.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE):
+            self.index_k_with_scale_buffer = [
+                torch.zeros(
+                    pages, self.page_size * self.index_head_dim, dtype=self.dtype, device=self.device
+                )
+                for _ in range(self.layer_num)
+            ]
+
+    def get_bytes_per_token(self) -> int:
+        return self.index_head_dim * self.dtype.itemsize
+
+
+class KVPool(host_pool.DeepSeekV4TokenToKVPool):
+    """One buffer of plain rows per layer, window rows first, entries after; see attention.cache.
+
+    `caches` holds a LayerCache per layer; the host's own sub-pools hold views of the same memory.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if not host_pool.ONLINE_C128:
+            raise RuntimeError(
+                "the host's DSV4 pool was imported before SGLANG_OPT_USE_ONLINE_COMPRESS was set"
+            )
+        with self.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE):
+            self.caches = tuple(
+                self._layer_cache(layer) for layer in range(self._stage_start, self._stage_end)
+            )
+        self.mem_usage = self._bytes() / (1 << 30)
+
+    def _layer_cache(self, layer: int) -> LayerCache:
+        item = self.layer_mapping[layer]
+        kind = LayerKind(item.compress_ratio)
+        window, entries = self.swa_kv_pool, item.compress_kv_pool
+        rows = window.rows + (entries.rows if entries is not None else 0)
+        width = self.qk_nope_head_dim + self.qk_rope_head_dim
+        kv = torch.zeros(rows, width, dtype=self.dtype, device=self.device)
+        window.append_view(kv[: window.rows])
+        if entries is not None:
+            entries.append_view(kv[window.rows :])
+        state = self.compress_state_pools[layer]
+        state_rows = None if state is None else state.kv_score_buffer.kv_score
+        if kind is not LayerKind.CSA:
+            return LayerCache(kv, window.rows, hca_state=state_rows)
+        keys = self.c4_indexer_kv_pool.index_k_with_scale_buffer[item.compress_layer_id]
+        return LayerCache(
+            kv,
+            window.rows,
+            index_keys=keys.view(-1, self.indexer_head_dim),
+            csa_state=state_rows,
+            index_state=self.indexer_compress_state_pools[layer].kv_score_buffer.kv_score,
+        )
+
+    def _bytes(self) -> int:
+        return sum(
+            tensor.nbytes
+            for cache in self.caches
+            for tensor in (
+                cache.kv,
+                cache.index_keys,
+                cache.csa_state,
+                cache.index_state,
+                cache.hca_state,
+            )
+            if tensor is not None
+        )
+
+    def _make_kv_pool(self, *, cls: type = RowPool, **kwargs: Any) -> RowPool:
+        return super()._make_kv_pool(cls=RowPool, **kwargs)
+
+    def _make_indexer_pool(
+        self,
+        size: int,
+        page_size: int,
+        dtype: torch.dtype,
+        index_head_dim: int,
+        layer_num: int,
+        device: str,
+        enable_memory_saver: bool,
+        *,
+        global_page_size: int | None = None,
+    ) -> IndexKeyPool:
+        return IndexKeyPool(
+            size,
+            page_size,
+            dtype,
+            index_head_dim,
+            layer_num,
+            device,
+            enable_memory_saver,
+            global_page_size=global_page_size,
+        )
+
+
+class PoolSizing(DSV4PoolConfigurator):
+    """Sizes the pools by our rows: 512 values per row, 128 per index key, no page padding.
+
+    Rows are BF16, or fp32 where the model runs in fp32; the host's option knows no fp32.
+    """
+
+    def __init__(self, kvc: Any) -> None:
+        if kvc.model_config.dtype is torch.float32:
+            kvc.kv_cache_dtype = torch.float32
+        self.row_item_size = kvc.kv_cache_dtype.itemsize
+        super().__init__(kvc)
+        logger.info(
+            "sglang-dsv4 cache: %s rows, %.0f bytes per context token, %.2f MB fixed per request",
+            kvc.kv_cache_dtype,
+            sum(
+                self._compressed_bytes_per_full_token(ratio) * len(layers)
+                for ratio, layers in self.stage_owner_layers.items()
+            ),
+            self._bytes_per_request() / 1e6,
+        )
+
+    def _get_paged_kv_bytes_per_token(self, compress_ratio: int = 0) -> float:
+        return self.attn_head_dim * self.row_item_size
+
+    def _compressed_bytes_per_full_token(self, ratio: int) -> float:
+        width = self.attn_head_dim + (self.indexer_head_dim if ratio == 4 else 0)
+        return width * self.row_item_size / ratio
+
+    def _bytes_per_request(self) -> float:
+        """A request's window page with its rings, and its HCA state."""
+        hca = 3 * self.attn_head_dim * torch.float32.itemsize * self.num_layers(128)
+        return self.bytes_per_swa_token * self.page_size + hca
+
+
+def layer_caches(pool: Any) -> tuple[LayerCache, ...]:
+    """The caches of a pool that is ours; anything else stops the server."""
+    if not isinstance(pool, KVPool):
+        raise SystemExit(f"sglang-dsv4: expected our KV pool, found {type(pool).__name__}")
+    per_page = {kind: entries_per_page(kind) for kind in LayerKind}
+    assert pool.page_size == pool.swa_page_size == PAGE and per_page[LayerKind.CSA] == 64
+    return pool.caches
+
+
+def batch(
+    forward_batch: ForwardBatch,
+    *,
+    req_to_token: torch.Tensor,
+    window_map: torch.Tensor,
+    context_len: int,
+) -> Batch:
+    """What the host says about one forward, as device tensors.
+
+    req_to_token [slots, context] int32: the host's token slots; window_map: its slot -> window row.
+    """
+    slots = forward_batch.req_pool_indices.long()
+    requests, positions = slots.shape[0], forward_batch.positions
+    if forward_batch.forward_mode.is_decode_or_idle():
+        prefix_lens = (forward_batch.seq_lens.long() - 1).clamp(min=0)
+        new_lens = torch.ones_like(prefix_lens)
+        request = torch.arange(requests, device=slots.device)
+        max_len = context_len
+    else:
+        prefix_lens = forward_batch.extend_prefix_lens.long()
+        new_lens = forward_batch.extend_seq_lens.long()
+        request = torch.repeat_interleave(
+            torch.arange(requests, device=slots.device), new_lens, output_size=positions.shape[0]
+        )
+        max_len = max(
+            prefix + new
+            for prefix, new in zip(
+                forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu, strict=True
+            )
+        )
+    pages = -(-max_len // PAGE)
+    return Batch(
+        positions=positions.long(),
+        request=request,
+        request_slots=slots,
+        prefix_lens=prefix_lens,
+        new_lens=new_lens,
+        page_table=req_to_token[:, ::PAGE][slots, :pages].long() // PAGE,
+        window_map=window_map,
+        max_len=max_len,
+    )
+
+
+def context_length(model_config: ModelConfig) -> int:
+    """Tokens that a request may hold, and a page more: the host may run past it by a few."""
+    return int(model_config.context_len) + PAGE

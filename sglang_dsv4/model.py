@@ -1,0 +1,106 @@
+"""DeepSeek-V4 without its host: embedding, layers with hyper-connected streams, collapse, norm."""
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from sglang_dsv4.attention.cache import LayerCache
+from sglang_dsv4.attention.layer import Attention
+from sglang_dsv4.attention.metadata import Metadata
+from sglang_dsv4.backends import Ops
+from sglang_dsv4.config import DSV4Config
+from sglang_dsv4.moe.layer import MoE
+from sglang_dsv4.parallel import Parallel
+from sglang_dsv4.parameters import Weight, tensor
+from sglang_dsv4.precision import Precision
+
+
+class DecoderLayer(nn.Module):
+    """Attention, then mixture of experts; each reads a mix of the streams and writes into all."""
+
+    def __init__(
+        self,
+        config: DSV4Config,
+        layer_id: int,
+        chosen: Precision,
+        ops: Ops,
+        parallel: Parallel,
+    ) -> None:
+        super().__init__()
+        self.ops = ops
+        self.eps = config.rms_norm_eps
+        self.mhc = {
+            "iterations": config.hc_sinkhorn_iters,
+            "norm_eps": config.rms_norm_eps,
+            "hc_eps": config.hc_eps,
+        }
+        self.attn_norm = Weight(config.hidden_size)
+        self.attn = Attention(config, layer_id, chosen, ops, parallel)
+        self.ffn_norm = Weight(config.hidden_size)
+        self.ffn = MoE(config, layer_id, ops, parallel)
+        mixes, width = (2 + config.hc_mult) * config.hc_mult, config.hc_mult * config.hidden_size
+        for site in ("attn", "ffn"):
+            setattr(self, f"hc_{site}_fn", tensor(mixes, width, dtype=torch.float32))
+            setattr(self, f"hc_{site}_base", tensor(mixes, dtype=torch.float32))
+            setattr(self, f"hc_{site}_scale", tensor(3, dtype=torch.float32))
+
+    def forward(
+        self, streams: torch.Tensor, token_ids: torch.Tensor, meta: Metadata, cache: LayerCache
+    ) -> torch.Tensor:
+        """streams [T, m, D] -> [T, m, D]; token_ids [T] feed the hash router."""
+        x, post, comb = self.ops.mhc_pre(
+            streams, self.hc_attn_fn, self.hc_attn_base, self.hc_attn_scale, **self.mhc
+        )
+        x = self.ops.rms_norm(x, self.attn_norm.weight, eps=self.eps)
+        streams = self.ops.mhc_post(self.attn(x, meta, cache), streams, post, comb)
+
+        x, post, comb = self.ops.mhc_pre(
+            streams, self.hc_ffn_fn, self.hc_ffn_base, self.hc_ffn_scale, **self.mhc
+        )
+        x = self.ops.rms_norm(x, self.ffn_norm.weight, eps=self.eps)
+        return self.ops.mhc_post(self.ffn(x, token_ids), streams, post, comb)
+
+
+class Model(nn.Module):
+    """Token ids to the final hidden state; the embedding is split by vocabulary over ranks."""
+
+    def __init__(
+        self, config: DSV4Config, chosen: Precision, ops: Ops, parallel: Parallel
+    ) -> None:
+        super().__init__()
+        self.ops, self.parallel = ops, parallel
+        self.eps, self.hc_eps, self.hc_mult = config.rms_norm_eps, config.hc_eps, config.hc_mult
+        self.embed = Weight(config.vocab_size // parallel.size, config.hidden_size)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, layer_id, chosen, ops, parallel)
+            for layer_id in range(config.num_hidden_layers)
+        )
+        self.norm = Weight(config.hidden_size)
+        width = config.hc_mult * config.hidden_size
+        self.hc_head_fn = tensor(config.hc_mult, width, dtype=torch.float32)
+        self.hc_head_base = tensor(config.hc_mult, dtype=torch.float32)
+        self.hc_head_scale = tensor(1, dtype=torch.float32)
+
+    def forward(
+        self, token_ids: torch.Tensor, meta: Metadata, caches: tuple[LayerCache, ...]
+    ) -> torch.Tensor:
+        """token_ids [T] int64 -> [T, D], ready for the LM head."""
+        streams = self._embed(token_ids).unsqueeze(1).repeat(1, self.hc_mult, 1)
+        for layer, cache in zip(self.layers, caches, strict=True):
+            streams = layer(streams, token_ids, meta, cache)
+        x = self.ops.mhc_head(
+            streams,
+            self.hc_head_fn,
+            self.hc_head_base,
+            self.hc_head_scale,
+            norm_eps=self.eps,
+            hc_eps=self.hc_eps,
+        )
+        return self.ops.rms_norm(x, self.norm.weight, eps=self.eps)
+
+    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        rows = self.embed.weight.shape[0]
+        local = token_ids - self.parallel.rank * rows
+        elsewhere = (local < 0) | (local >= rows)
+        x = functional.embedding(local.clamp(0, rows - 1), self.embed.weight)
+        return self.parallel.all_reduce(x.masked_fill(elsewhere.unsqueeze(1), 0))

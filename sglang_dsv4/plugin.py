@@ -1,0 +1,262 @@
+"""Entry point of SGLang's plugin framework: takes over DeepSeek-V4, or stops the process.
+
+SGLang logs a plugin's exception and goes on with its built-in model. A server that silently is not
+ours would be worse than none, so every failure here becomes SystemExit, which it does not catch.
+"""
+
+import inspect
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from sglang_dsv4.settings import set_host_environment
+
+ARCHITECTURE = "DeepseekV4ForCausalLM"
+BACKEND = "sglang_dsv4"
+SERVED_PACKAGE = "sglang_dsv4.served"
+PAGE_SIZE = 256
+ROW_DTYPES = ("auto", "bf16", "bfloat16")
+
+# Options that this version cannot honour, and the only value that it accepts of each.
+UNSUPPORTED = {
+    "pp_size": 1,
+    "speculative_algorithm": None,
+    "enable_hisparse": False,
+    "enable_lora": None,
+    "enable_two_batch_overlap": False,
+    "disaggregation_mode": "null",
+    "enable_hierarchical_cache": False,
+}
+
+
+def register() -> None:
+    """Called by SGLang in every process before it parses its arguments."""
+    try:
+        set_host_environment(SERVED_PACKAGE)
+        for hook in HOOKS:
+            _apply(hook)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        _stop("register", f"{type(error).__name__}: {error}")
+
+
+def _stop(hook: str, reason: str) -> None:
+    raise SystemExit(
+        f"sglang-dsv4 {version('sglang-dsv4')}: hook {hook!r} does not fit SGLang "
+        f"{version('sglang')}: {reason}\n"
+        "The server stops here, because SGLang would go on with its built-in model. Install the "
+        "SGLang version that this plugin pins, or set SGLANG_PLUGINS=__none__ for the built-in "
+        "model."
+    )
+
+
+def _apply(hook: Callable[[], None]) -> None:
+    try:
+        hook()
+    except SystemExit:
+        raise
+    except BaseException as error:
+        _stop(hook.__name__.lstrip("_"), f"{type(error).__name__}: {error}")
+
+
+def _expect(function: Callable[..., Any], *parameters: str) -> None:
+    """Raise TypeError unless `function` has exactly these parameters."""
+    found = tuple(inspect.signature(function).parameters)
+    if found != parameters:
+        name = getattr(function, "__qualname__", repr(function))
+        raise TypeError(f"{name} takes {found}, expected {parameters}")
+
+
+def _model_class() -> None:
+    """The model class; a registry that was filled earlier, as in `sgl.Engine`, is corrected."""
+    from sglang.srt.models.registry import ModelRegistry
+
+    _expect(ModelRegistry.resolve_model_cls, "architectures")
+    from sglang_dsv4.served.deepseek_v4 import EntryClass
+
+    ModelRegistry.models[ARCHITECTURE] = EntryClass
+    found, _ = ModelRegistry.resolve_model_cls([ARCHITECTURE])
+    if found is not EntryClass:
+        raise TypeError(f"the registry answers {found.__module__}.{found.__name__}")
+
+
+def _config_class() -> None:
+    """Both dialects of config.json, seen by the host's own ModelConfig."""
+    from sglang.srt.utils.hf_transformers import common
+
+    from sglang_dsv4.host import HostConfig
+
+    if "deepseek_v4" not in common._CONFIG_REGISTRY:
+        raise KeyError("deepseek_v4 is not in the host's config registry")
+    common._CONFIG_REGISTRY["deepseek_v4"] = HostConfig
+
+
+def _attention_backend() -> None:
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    from sglang.srt.server_args import add_attention_backend_choices
+
+    _expect(register_attention_backend, "name")
+    add_attention_backend_choices([BACKEND])
+    register_attention_backend(BACKEND)(_create_backend)
+
+
+def _create_backend(runner: Any) -> Any:
+    """The factory that SGLang calls: everything it has built so far must be ours."""
+    from sglang_dsv4.attention.backend import DSV4Backend
+    from sglang_dsv4.served.deepseek_v4 import DeepseekV4ForCausalLM
+
+    if not isinstance(runner.model, DeepseekV4ForCausalLM):
+        _stop("model_class", f"the runner holds {type(runner.model).__name__}")
+    return DSV4Backend(runner)
+
+
+def _kv_pool() -> None:
+    from sglang.srt.mem_cache import deepseek_v4_memory_pool, kv_cache_configurator
+
+    from sglang_dsv4.host import KVPool
+
+    native = KVPool.__mro__[1]
+    _expect(
+        native._make_kv_pool,
+        *("self", "size", "page_size", "dtype", "layer_num", "device", "enable_memory_saver"),
+        *("global_page_size", "cls", "kv_layout"),
+    )
+    _expect(
+        native._make_indexer_pool,
+        *("self", "size", "page_size", "dtype", "index_head_dim", "layer_num", "device"),
+        *("enable_memory_saver", "force_fp4", "global_page_size", "index_k_page8"),
+    )
+    _rebind("DeepSeekV4TokenToKVPool", KVPool, deepseek_v4_memory_pool, kv_cache_configurator)
+
+
+def _pool_sizing() -> None:
+    from sglang.srt.model_executor import pool_configurator
+
+    from sglang_dsv4.host import PoolSizing
+
+    native = PoolSizing.__mro__[1]
+    _expect(native.__init__, "self", "kvc")
+    _expect(native._get_paged_kv_bytes_per_token, "self", "compress_ratio")
+    _expect(native._compressed_bytes_per_full_token, "self", "ratio")
+    _rebind("DSV4PoolConfigurator", PoolSizing, pool_configurator)
+
+
+def _rebind(name: str, replacement: type, *modules: Any) -> None:
+    """Put our subclass in the place of the host's class in the modules that use it."""
+    for module in modules:
+        if not issubclass(replacement, getattr(module, name)):
+            raise TypeError(f"{module.__name__}.{name} is not the class that ours extends")
+        setattr(module, name, replacement)
+
+
+def _model_override() -> None:
+    import sglang.srt.arg_groups.model_overrides  # noqa: F401  the built-in one registers first
+    from sglang.srt.arg_groups.overrides import register_model_override
+
+    _expect(register_model_override, "architecture")
+    register_model_override(ARCHITECTURE)(_override)
+
+
+def _override(server_args: Any, hf_config: Any) -> dict[str, Any]:
+    """Server arguments that this model needs; refuses those of the user's that it cannot honour.
+
+    `server_args` still holds the user's own values: the host keeps what it declares apart.
+    """
+    if hf_config.model_type != "deepseek_v4":
+        raise SystemExit(
+            f"sglang-dsv4 serves model_type deepseek_v4, found {hf_config.model_type!r}; "
+            "set SGLANG_PLUGINS=__none__ to serve it with SGLang's built-in model."
+        )
+    if server_args.page_size not in (None, PAGE_SIZE):
+        raise SystemExit(
+            f"--page-size {server_args.page_size}: DeepSeek-V4's cache has pages of {PAGE_SIZE} "
+            "tokens (64 CSA entries, 2 HCA entries). Leave the option out."
+        )
+    if server_args.kv_cache_dtype not in ROW_DTYPES:
+        raise SystemExit(
+            f"--kv-cache-dtype {server_args.kv_cache_dtype}: this version keeps rows in BF16 "
+            "(fp32 with --dtype float32). Use auto or bfloat16."
+        )
+    for option, accepted in UNSUPPORTED.items():
+        found = getattr(server_args, option)
+        if found != accepted:
+            flag = "--" + option.replace("_", "-")
+            raise SystemExit(
+                f"{flag} {found}: this version supports {accepted} only. Leave the option out, or "
+                "set SGLANG_PLUGINS=__none__ for SGLang's built-in model."
+            )
+    _check_checkpoint(server_args)
+    return {
+        "attention_backend": BACKEND,
+        "kv_cache_dtype": "bfloat16",
+        "moe_runner_backend": "triton",
+        "enable_fp32_lm_head": True,
+    }
+
+
+def _check_checkpoint(server_args: Any) -> None:
+    """Headers of a local checkpoint, before any process is started or memory taken."""
+    from sglang_dsv4 import weights
+    from sglang_dsv4.config import DSV4Config
+
+    folder = Path(server_args.model_path)
+    if server_args.load_format not in ("auto", "safetensors") or not folder.is_dir():
+        return
+    try:
+        config = DSV4Config.from_checkpoint(folder)
+        config.check_tensor_parallel(server_args.tp_size)
+        weights.check(folder, config)
+    except ValueError as error:
+        raise SystemExit(f"sglang-dsv4 cannot serve {folder}:\n{error}") from None
+
+
+def _served_state() -> None:
+    """The scheduler tells which classes serve, so that clients and tests can read it."""
+    from sglang.srt.managers.scheduler_components import internal_state
+
+    owner = internal_state.SchedulerInternalStateController
+    _expect(owner._add_topology, "self", "state")
+    native = owner._add_topology
+
+    def add_topology(self: Any, state: dict[str, Any]) -> None:
+        native(self, state)
+        runner = self.scheduler.tp_worker.model_runner
+        state["sglang_dsv4"] = {
+            "version": version("sglang-dsv4"),
+            "model": _path(runner.model),
+            "attention_backend": _path(runner.attn_backend),
+            "kv_pool": _path(runner.token_to_kv_pool),
+            "ops": dict(runner.model.ops.providers),
+        }
+
+    owner._add_topology = add_topology
+
+
+def _path(thing: Any) -> str:
+    return f"{type(thing).__module__}.{type(thing).__qualname__}"
+
+
+HOOKS = (
+    _config_class,
+    _model_class,
+    _attention_backend,
+    _kv_pool,
+    _pool_sizing,
+    _model_override,
+    _served_state,
+)
+
+
+def self_check() -> list[tuple[str, bool, str]]:
+    """Whether each hook fits the installed SGLang: (hook, fits, reason), for `doctor`."""
+    results = []
+    for hook in HOOKS:
+        name = hook.__name__.lstrip("_")
+        try:
+            hook()
+            results.append((name, True, "fits"))
+        except BaseException as error:
+            results.append((name, False, f"{type(error).__name__}: {error}"))
+    return results

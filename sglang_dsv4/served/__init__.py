@@ -1,0 +1,1 @@
+"""The package that SGLang's model registry imports: one module, one class."""

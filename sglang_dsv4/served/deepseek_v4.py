@@ -1,0 +1,58 @@
+"""The class that SGLang's model registry finds under the architecture name of checkpoints."""
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from sglang_dsv4 import host, precision, weights
+from sglang_dsv4.backends import Machine, choose
+from sglang_dsv4.config import DSV4Config
+from sglang_dsv4.model import Model
+from sglang_dsv4.parameters import Weight
+from sglang_dsv4.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+
+class DeepseekV4ForCausalLM(nn.Module):
+    """The class that SGLang's model registry knows by this name."""
+
+    def __init__(self, config: Any, quant_config: Any = None, prefix: str = "") -> None:
+        """config: SGLang's HF config, which carries the checkpoint's raw config.json with it.
+
+        quant_config is SGLang's reading of one global field; formats are decided per tensor here.
+        """
+        super().__init__()
+        self.config = DSV4Config.from_dict(host.raw_config(config))
+        self.parallel = host.parallel()
+        self.config.check_tensor_parallel(self.parallel.size)
+        settings = Settings.read()
+        chosen = precision.parse(settings.precision)
+        self.ops = choose(Machine.probe(host.device()), settings.ops)
+        logger.info("sglang-dsv4 precision:\n%s", chosen.describe())
+        logger.info("sglang-dsv4 ops:\n%s", "\n".join(self.ops.describe()))
+        self.model = Model(self.config, chosen, self.ops, self.parallel)
+        self.head = Weight(self.config.vocab_size // self.parallel.size, self.config.hidden_size)
+        self.logits_processor = host.logits_processor(config)
+
+    @torch.no_grad()
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: Any
+    ) -> Any:
+        """One step of SGLang: input_ids [T], positions [T] -> logits where the host wants them."""
+        backend = host.attention_backend()
+        hidden = self.model(input_ids, backend.metadata, backend.caches)
+        return self.logits_processor(input_ids, hidden, self.head, forward_batch)
+
+    def load_weights(self, stream: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Fill every parameter from (name, tensor) pairs, or raise weights.CheckpointError."""
+        report = weights.load(
+            self, stream, self.config, rank=self.parallel.rank, size=self.parallel.size
+        )
+        logger.info("sglang-dsv4 weights: %s", report)
+
+
+EntryClass = DeepseekV4ForCausalLM
