@@ -238,7 +238,8 @@ def _hca_plan(batch: Batch, first_row: int) -> HcaPlan:
     segments = tokens // HCA + 2 * requests
     first_window = batch.prefix_lens // HCA
     end = batch.prefix_lens + batch.new_lens
-    touched = (end - 1).clamp(min=0) // HCA - first_window + 1
+    # A request without new tokens keeps a segment to itself, which hands its state on.
+    touched = ((end - 1).clamp(min=0) // HCA - first_window + 1).clamp(min=1)
     start = touched.cumsum(0) - touched
     carried = batch.prefix_lens % HCA != 0
     is_carried = torch.zeros(segments, dtype=torch.bool, device=carried.device)

@@ -218,6 +218,8 @@ def sparse_attention(
     rows gets zeros. Rows past the length are never read into the result.
     """
     columns = torch.arange(keys.rows.shape[1], device=q.device)
+    limit = torch.finfo(torch.float32).max
+    sink = sink.float().clamp(-limit, limit)  # below, inf - inf would be NaN
     out = torch.empty_like(q)
     block = max(1, ATTENTION_BLOCK_ROWS // keys.rows.shape[1])
     for first in range(0, q.shape[0], block):
@@ -226,9 +228,9 @@ def sparse_attention(
         rows = cache[keys.rows[part]].float().masked_fill(beyond.unsqueeze(-1), 0)
         logits = torch.einsum("thd,tkd->thk", q[part].float(), rows) * scale
         logits = logits.masked_fill(beyond.unsqueeze(1), float("-inf"))
-        peak = torch.maximum(logits.amax(dim=-1), sink.float())
+        peak = torch.maximum(logits.amax(dim=-1), sink)
         weights = (logits - peak.unsqueeze(-1)).exp()
-        denominator = weights.sum(dim=-1) + (sink.float() - peak).exp()
+        denominator = weights.sum(dim=-1) + (sink - peak).exp()
         mixed = torch.einsum("thk,tkd->thd", weights, rows) / denominator.unsqueeze(-1)
         turned = _rotate(mixed, -positions[part].unsqueeze(1), frequencies)
         out[part] = turned.to(q.dtype)

@@ -47,7 +47,9 @@ while (($# > 0)); do
     esac
     shift
 done
-if [[ -n $port && ! $port =~ ^[0-9]{1,5}$ ]]; then die "--port: expected a number, found '$port'"; fi
+if [[ -n $port ]] && ! [[ $port =~ ^[1-9][0-9]{0,4}$ && $port -le 65535 ]]; then
+    die "--port: expected a number from 1 to 65535, found '$port'"
+fi
 # Before anything changes folder, and before minutes are spent on the environment.
 if [[ -n $checkpoint ]]; then
     [[ -f $checkpoint/config.json ]] || die "--checkpoint: $checkpoint has no config.json; name the folder of a checkpoint"
@@ -76,12 +78,11 @@ stop_server() {
     wait "$pid" 2>/dev/null || true
 }
 trap stop_server EXIT
-trap 'exit 130' INT
-trap 'exit 143' TERM HUP
 
-# One that nothing listens on now. Somebody else may take it before the server does: then it says so.
+# free_port [WANTED]: that one, or any, if nothing listens there now. Should somebody take it before
+# the server does, the server says so.
 free_port() {
-    "$python" - "${1:-0}" <<'END'
+    "$python" - "${1:-0}" 2>/dev/null <<'END'
 import socket, sys
 
 with socket.socket() as listener:
@@ -185,7 +186,7 @@ else
     say "  Its weights are random: what it says is nonsense. This shows the path, not a model."
 fi
 
-port=$(free_port "$port") || die "port $port of 127.0.0.1 is taken; choose another with --port, or none"
+port=$(free_port "$port") || die "the port of --port is taken; choose another, or leave the option out"
 url="http://127.0.0.1:$port"
 log="$demo/server-$port.log"
 start_server

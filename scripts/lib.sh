@@ -7,6 +7,10 @@ venv="$root/.venv"
 # shellcheck disable=SC2034
 python="$venv/bin/python"
 
+# A command that is interrupted ends first; then the script says so, instead of what that command left.
+trap 'echo "interrupted" >&2; exit 130' INT
+trap 'exit 143' TERM HUP
+
 say() { printf '%s\n' "$*"; }
 
 die() {
@@ -17,9 +21,9 @@ die() {
 # An NVIDIA driver that lists a device; a machine with the tools but no device counts as a CPU.
 has_gpu() { nvidia-smi -L 2>/dev/null | grep -q '^GPU '; }
 
-# last_line FILE: its last line that says something, without control characters.
+# last_line FILE: its last line that is not blank or indented, without control characters.
 last_line() {
-    tail -c 4000 "$1" 2>/dev/null | tr '\r' '\n' | tr -d '\000-\011\013-\037' | grep -a '[^ ]' | tail -n 1 || true
+    tail -c 4000 "$1" 2>/dev/null | tr '\r' '\n' | tr -d '\000-\011\013-\037' | grep -a '^[^ ]' | tail -n 1 || true
 }
 
 # show_progress LABEL SECONDS DETAIL: one line, rewritten on a terminal; elsewhere a line every 15 s.
@@ -52,7 +56,8 @@ run_step() {
     local label=$1 log=$2 started=$SECONDS status=0 watcher
     shift 2
     : >"$log"
-    watch_log "$label" "$log" &
+    # Without the lock of env.sh (descriptor 9): a last `sleep` would hold it a second longer.
+    watch_log "$label" "$log" 9>&- &
     watcher=$!
     "$@" >"$log" 2>&1 || status=$?
     kill "$watcher" 2>/dev/null || true

@@ -74,7 +74,9 @@ def device() -> str:
 
 
 def logits_processor(config: Any) -> torch.nn.Module:
-    """The host's last step: logits, log-probabilities, gathering over ranks."""
+    """The host's last step: logits in fp32 from weights as they are, log-probabilities, gathering
+    over ranks."""
+    config.enable_lm_head_fp32 = True
     return LogitsProcessor(config)
 
 

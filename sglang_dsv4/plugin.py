@@ -192,7 +192,6 @@ def _override(server_args: Any, hf_config: Any) -> dict[str, Any]:
         "attention_backend": BACKEND,
         "kv_cache_dtype": "bfloat16",
         "moe_runner_backend": "triton",
-        "enable_fp32_lm_head": True,
     }
 
 
@@ -225,7 +224,7 @@ def _served_state() -> None:
         runner = self.scheduler.tp_worker.model_runner
         state["sglang_dsv4"] = {
             "version": version("sglang-dsv4"),
-            "model": _path(runner.model),
+            "model_class": _path(runner.model),
             "attention_backend": _path(runner.attn_backend),
             "kv_pool": _path(runner.token_to_kv_pool),
             "ops": dict(runner.model.ops.providers),

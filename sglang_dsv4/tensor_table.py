@@ -153,7 +153,9 @@ SKIPPED = (
 
 # Spelling with stars -> vendor's name with fields to fill in.
 _VENDOR_NAMES = {
-    spelling: row.vendor_name.replace("*", "{}") for row in TABLE for spelling in _spellings(row.names)
+    spelling: row.vendor_name.replace("*", "{}")
+    for row in TABLE
+    for spelling in _spellings(row.names)
 }
 _STACKED_PARTS = {
     spelling: [f"layers.{{}}.ffn.experts.{{}}.{part}.weight" for part in parts]
@@ -243,14 +245,13 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 def _parse(name: str) -> tuple[str, list[int]]:
     """model.layers.3.mlp.experts.7.w1.weight -> (layers.*.mlp.experts.*.w1.weight, [3, 7])."""
-    bare = name.removeprefix("model.")
+    bare = name.removeprefix("model.").replace("*", "?")  # a star of its own is no number
     return _NUMBER.sub("*", bare), [int(number) for number in _NUMBER.findall(bare)]
 
 
-def is_known(name: str) -> bool:
-    """Whether the table spells this name, in this or in another layer."""
-    template, _ = _parse(name)
-    return template in _VENDOR_NAMES or template in _STACKED_PARTS
+def is_stacked(name: str) -> bool:
+    """Whether tensor `name` holds all experts of a layer."""
+    return _parse(name)[0] in _STACKED_PARTS
 
 
 def vendor_names(name: str, experts: int) -> list[str]:
@@ -281,9 +282,9 @@ def skip_reason(name: str, config: DSV4Config) -> str | None:
 
 def why_unknown(name: str, config: DSV4Config) -> str:
     """A hint for a name that the table knows but that the model of `config` has not, else ""."""
-    if not is_known(name):
+    template, numbers = _parse(name)
+    if template not in _VENDOR_NAMES.keys() | _STACKED_PARTS.keys():
         return ""
-    _, numbers = _parse(name)
     layer, *expert = numbers
     if layer >= config.num_hidden_layers:
         return f" (the config has {config.num_hidden_layers} layers)"

@@ -5,6 +5,7 @@ Each rule takes the repository's root and returns its violations as `path: what 
 """
 
 import ast
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ PACKAGES = {
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("config", "settings", "parallel", "parameters"),
     ("precision", "tensor_table", "attention.cache", "attention.metadata"),
-    ("host", "backends"),
+    ("host", "backends", "checkpoint", "tiny_weights"),
     ("attention", "moe", "mhc", "weights", "dequant"),
     ("model",),
     ("served", "cli_*"),
@@ -294,16 +295,23 @@ def contract(module: Module, op: str) -> tuple[str, ...] | None:
 def wording(root: Path) -> list[str]:
     """Nothing unfinished, and nothing that means something only where it was written."""
     found = []
-    for file in sorted(root.rglob("*")):
-        path = file.relative_to(root)
-        outside = NOT_OURS.intersection(path.parts) or any("_cache" in part for part in path.parts)
-        if outside or file.suffix not in TEXT_SUFFIXES or not file.is_file():
-            continue
+    for file in text_files(root):
         for number, line in enumerate(file.read_text(errors="replace").splitlines(), 1):
             for pattern, remedy in FORBIDDEN_WORDS.items():
                 if match := re.search(pattern, line):
-                    found.append(f"{path}:{number}: {match.group()!r}: {remedy}")
+                    place = f"{file.relative_to(root)}:{number}"
+                    found.append(f"{place}: {match.group()!r}: {remedy}")
     return found
+
+
+def text_files(root: Path) -> Iterator[Path]:
+    for folder, folders, files in os.walk(root):
+        folders[:] = sorted(
+            name for name in folders if name not in NOT_OURS and not name.endswith("_cache")
+        )
+        for name in sorted(files):
+            if Path(name).suffix in TEXT_SUFFIXES:
+                yield Path(folder, name)
 
 
 RULES = {

@@ -1,6 +1,6 @@
 """The model without a server: the same forward over a cache of our own, for layer-wise tests."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from safetensors import safe_open
 from torch.nn import functional
 
 from sglang_dsv4 import precision, weights
-from sglang_dsv4.attention.cache import PAGE, LayerCache, allocate
+from sglang_dsv4.attention.cache import PAGE, RING, LayerCache, allocate
 from sglang_dsv4.attention.metadata import Batch, Metadata, build
 from sglang_dsv4.backends import Machine, Ops, choose
 from sglang_dsv4.config import DSV4Config
@@ -18,29 +18,117 @@ from sglang_dsv4.parallel import Parallel
 from sglang_dsv4.parameters import Weight
 from sglang_dsv4.precision import Precision
 
-
-class TinyLM(torch.nn.Module):
-    """Body and LM head under the names that the loader knows."""
-
-    def __init__(self, config: DSV4Config, chosen: Precision, ops: Ops) -> None:
-        super().__init__()
-        self.model = Model(config, chosen, ops, Parallel())
-        self.head = Weight(config.vocab_size, config.hidden_size)
+WINDOW = 128  # tokens that the window branch sees, in every DeepSeek-V4
 
 
 @dataclass
 class Request:
-    """A sequence in the runner: its slot, its token pages and window pages, its length so far."""
+    """A sequence: its slot, its token pages and window pages (0: evicted), its tokens so far."""
 
     slot: int
-    pages: list[int]
-    window_pages: list[int]
-    length: int = 0
+    pages: list[int] = field(default_factory=list)
+    window_pages: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
 
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
 
-class Runner:
-    """Allocates pages as a server would (never page 0, in an order that is not the identity)."""
+
+Part = tuple[Request, Sequence[int]]  # a request and its new tokens
+
+
+class Host:
+    """Hands out slots and pages as a server does: never 0, and not in the order of the sequence.
+
+    What is given back last is handed out first, so that tests can tell who gets it.
+    """
+
+    def __init__(self, *, pages: int = 24, slots: int = 9, context: int = 1024) -> None:
+        self.context = context
+        self.window_map = torch.zeros(pages * PAGE + 1, dtype=torch.int64)
+        self.free_pages = list(range(pages - 1, 0, -1))
+        self.free_window_pages = list(range(1, pages))
+        self.free_slots = list(range(slots - 1, 0, -1))
+
+    def open(self, prefix: Request | None = None, length: int = 0) -> Request:
+        """A new request; with a prefix it shares the first `length` tokens' pages of another."""
+        request = Request(self.free_slots.pop())
+        if prefix is not None:
+            assert length % PAGE == 0 and length <= prefix.length
+            request.pages = prefix.pages[: length // PAGE]
+            request.window_pages = prefix.window_pages[: length // PAGE]
+            request.tokens = prefix.tokens[:length]
+        return request
+
+    def close(self, request: Request, keep: int = 0) -> None:
+        """Give back the slot, and all pages but the first `keep`."""
+        self.free_slots.append(request.slot)
+        self.free_pages.extend(request.pages[keep:])
+        self.free_window_pages.extend(filter(None, request.window_pages[keep:]))
+
+    def evict(self, request: Request) -> list[int]:
+        """Give back the window pages that no later token sees; returns them."""
+        seen_from = max(request.length + 1 - WINDOW, 0)
+        gone = []
+        for number in range(seen_from // PAGE):
+            page, request.window_pages[number] = request.window_pages[number], 0
+            if page:
+                gone.append(page)
+                first = request.pages[number] * PAGE
+                self.window_map[first : first + PAGE] = 0
+        self.free_window_pages.extend(gone)
+        return gone
+
+    def batch(self, *parts: Part, padding: int = 0) -> Batch:
+        """Grow each request by its new tokens and describe the batch, as the server would.
+
+        Tokens are not appended. Where every request has one new token this is a decode, with the
+        longest context as the bound of lengths. padding: requests to add that are nobody's.
+        """
+        for request, tokens in parts:
+            self._grow(request, request.length + len(tokens))
+        starts = [request.length for request, _ in parts] + [0] * padding
+        counts = [len(tokens) for _, tokens in parts] + [1] * padding
+        ends = [start + count for start, count in zip(starts, counts, strict=True)]
+        max_len = max(ends) if max(counts) > 1 else self.context
+        assert max(ends) <= self.context
+        table = torch.zeros(len(starts), -(-max_len // PAGE), dtype=torch.int64)
+        for row, (request, _) in enumerate(parts):
+            table[row, : len(request.pages)] = torch.tensor(request.pages)
+        return Batch(
+            positions=torch.cat([torch.arange(*span) for span in zip(starts, ends, strict=True)]),
+            request=torch.arange(len(starts)).repeat_interleave(torch.tensor(counts)),
+            request_slots=torch.tensor([request.slot for request, _ in parts] + [0] * padding),
+            prefix_lens=torch.tensor(starts),
+            new_lens=torch.tensor(counts),
+            page_table=table,
+            window_map=self.window_map,
+            max_len=max_len,
+        )
+
+    def _grow(self, request: Request, length: int) -> None:
+        while len(request.pages) * PAGE < length:
+            page, window_page = self.free_pages.pop(), self.free_window_pages.pop()
+            request.pages.append(page)
+            request.window_pages.append(window_page)
+            slots = torch.arange(PAGE)
+            self.window_map[page * PAGE + slots] = window_page * PAGE + slots
+
+
+class TinyLM(torch.nn.Module):
+    """Body and LM head under the names that the loader knows."""
+
+    def __init__(
+        self, config: DSV4Config, chosen: Precision, ops: Ops, parallel: Parallel
+    ) -> None:
+        super().__init__()
+        self.model = Model(config, chosen, ops, parallel)
+        self.head = Weight(config.vocab_size // parallel.size, config.hidden_size)
+
+
+class Runner(Host):
+    """A checkpoint's model over a cache that starts full of NaN, but for the null row."""
 
     def __init__(
         self,
@@ -50,84 +138,67 @@ class Runner:
         dtype: torch.dtype = torch.float32,
         pages: int = 24,
         slots: int = 9,
-        context: int = 2048,
+        context: int = 1024,
+        parallel: Parallel | None = None,
     ) -> None:
+        super().__init__(pages=pages, slots=slots, context=context)
         self.config = DSV4Config.from_checkpoint(folder)
+        parallel = parallel or Parallel()
         previous = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
         chosen = precision.parse(f"indexer_qk={indexer_qk}")
-        self.lm = TinyLM(self.config, chosen, choose(Machine("cpu", "CPU", None)))
+        self.lm = TinyLM(self.config, chosen, choose(Machine("cpu", "CPU", None)), parallel)
         torch.set_default_dtype(previous)
-        weights.load(self.lm, _tensors(folder), self.config, rank=0, size=1)
-        self.context = context
+        rank, size = parallel.rank, parallel.size
+        weights.load(self.lm, _tensors(folder), self.config, rank=rank, size=size)
         self.caches: tuple[LayerCache, ...] = allocate(
             self.config, pages=pages, window_pages=pages, requests=slots, dtype=dtype
         )
-        self.window_map = torch.zeros(pages * PAGE + 1, dtype=torch.int64)
-        self.free_pages = [page for page in range(pages - 1, 0, -1)]
-        self.free_window_pages = [page for page in range(1, pages)]
-        self.free_slots = [slot for slot in range(slots - 1, 0, -1)]
+        for cache in self.caches:
+            for tensor in _tensors_of(cache):
+                tensor.fill_(float("nan"))
+            cache.kv[0] = 0
 
-    def open(self, prefix: Request | None = None, length: int = 0) -> Request:
-        """A new request; with a prefix it shares the first `length` tokens' pages of another."""
-        assert length % PAGE == 0
-        request = Request(self.free_slots.pop(), [], [])
-        if prefix is not None:
-            shared = length // PAGE
-            request.pages = prefix.pages[:shared]
-            request.window_pages = prefix.window_pages[:shared]
-            request.length, request.tokens = length, prefix.tokens[:length]
-        return request
-
-    def close(self, request: Request, keep: int = 0) -> None:
-        """Give back the slot, and all pages but the first `keep`."""
-        self.free_slots.append(request.slot)
-        self.free_pages.extend(request.pages[keep:])
-        self.free_window_pages.extend(request.window_pages[keep:])
+    def evict(self, request: Request) -> list[int]:
+        """As the host; what was given back is NaN from then on."""
+        gone = super().evict(request)
+        for page in gone:
+            for cache in self.caches:
+                cache.kv[page * PAGE : (page + 1) * PAGE] = float("nan")
+                for state in (cache.csa_state, cache.index_state):
+                    if state is not None:
+                        state[page * RING : (page + 1) * RING] = float("nan")
+        return gone
 
     @torch.no_grad()
-    def step(self, *parts: tuple[Request, Sequence[int]]) -> list[torch.Tensor]:
-        """Run new tokens of several requests in one forward: logits [new, V] for each."""
-        meta = self.metadata(*parts)
-        ids = torch.tensor([token for _, tokens in parts for token in tokens])
+    def step(self, *parts: Part, padding: int = 0) -> list[torch.Tensor]:
+        """Run new tokens of several requests in one forward: logits [new, V / ranks] for each."""
+        meta = self.metadata(*parts, padding=padding)
+        ids = torch.tensor([token for _, tokens in parts for token in tokens] + [0] * padding)
         hidden = self.lm.model(ids, meta, self.caches)
         logits = functional.linear(hidden.float(), self.lm.head.weight.float())
         for request, tokens in parts:
-            request.length += len(tokens)
             request.tokens.extend(tokens)
-        return list(logits.split([len(tokens) for _, tokens in parts]))
+        counts = [len(tokens) for _, tokens in parts]
+        return list(logits[: sum(counts)].split(counts))
 
-    def metadata(self, *parts: tuple[Request, Sequence[int]]) -> Metadata:
-        """Grow each request by its new tokens and describe the batch."""
-        for request, tokens in parts:
-            while len(request.pages) * PAGE < request.length + len(tokens):
-                page, window_page = self.free_pages.pop(), self.free_window_pages.pop()
-                request.pages.append(page)
-                request.window_pages.append(window_page)
-                slots = torch.arange(PAGE)
-                self.window_map[page * PAGE + slots] = window_page * PAGE + slots
-        table = torch.zeros(len(parts), -(-self.context // PAGE), dtype=torch.int64)
-        for row, (request, _) in enumerate(parts):
-            table[row, : len(request.pages)] = torch.tensor(request.pages)
-        lengths = [len(tokens) for _, tokens in parts]
-        starts = [request.length for request, _ in parts]
-        batch = Batch(
-            positions=torch.cat(
-                [torch.arange(start, start + n) for start, n in zip(starts, lengths, strict=True)]
-            ),
-            request=torch.arange(len(parts)).repeat_interleave(torch.tensor(lengths)),
-            request_slots=torch.tensor([request.slot for request, _ in parts]),
-            prefix_lens=torch.tensor(starts),
-            new_lens=torch.tensor(lengths),
-            page_table=table,
-            window_map=self.window_map,
-            max_len=self.context,
-        )
+    def run(self, request: Request, tokens: Sequence[int], chunk: int = 1 << 30) -> torch.Tensor:
+        """Run a request's new tokens, `chunk` of them in each forward: logits [new, V]."""
+        starts = range(0, len(tokens), chunk)
+        return torch.cat([self.step((request, tokens[i : i + chunk]))[0] for i in starts])
+
+    def metadata(self, *parts: Part, padding: int = 0) -> Metadata:
+        """What the server's attention backend would build for this forward."""
+        batch = self.batch(*parts, padding=padding)
         window_rows = self.caches[0].window_rows
         return build(batch, window=self.config.sliding_window, window_rows=window_rows)
 
 
-def _tensors(folder: Path):
+def _tensors_of(cache: LayerCache) -> list[torch.Tensor]:
+    return [value for value in vars(cache).values() if isinstance(value, torch.Tensor)]
+
+
+def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     for shard in sorted(Path(folder).glob("*.safetensors")):
         with safe_open(shard, framework="pt") as file:
             for name in file.keys():

@@ -31,7 +31,8 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> tor
 def assert_stays_on_device(op: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """The op must run on tensors without values, as under graph capture.
 
-    Whatever needs a value on the host (`.item()`, `nonzero`, a boolean mask, a branch) raises.
+    Whatever needs a value on the host (`.item()`, `nonzero`, a boolean mask, a branch) raises; a
+    plain copy to the host does not.
     """
     with FakeTensorMode() as mode:
         op(*(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args), **kwargs)

@@ -96,7 +96,11 @@ PLANTED: list[tuple[str, dict[str, str], str | None]] = [
         {"moe/layer.py": "from os import getenv\n"},
         "moe/layer.py:1: the environment",
     ),
-    ("environment_is_left_to_settings", {"sglang_dsv4/settings.py": "import os\n\nos.environ\n"}, None),
+    (
+        "environment_is_left_to_settings",
+        {"sglang_dsv4/settings.py": "import os\n\nos.environ['A'] = 'b'\n"},
+        None,
+    ),
     (
         "hardware_is_asked_in_backends",
         {"attention/layer.py": "import torch\n\nif torch.cuda.is_available():\n    pass\n"},

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+
 from op_checks import assert_stays_on_device, implementations, randn
 from tolerance import assert_close
 

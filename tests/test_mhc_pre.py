@@ -5,18 +5,20 @@ from functools import partial
 
 import pytest
 import torch
-from op_checks import assert_stays_on_device, implementations, randn
-from tolerance import assert_close
 from transformers import DeepseekV4Config
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HyperConnection
 
-NORM_EPS, HC_EPS, ITERATIONS = 1e-6, 1e-6, 20
-EPS = {"norm_eps": NORM_EPS, "hc_eps": HC_EPS}
+from op_checks import assert_stays_on_device, implementations, randn
+from tolerance import assert_close
+
+ITERATIONS = 20
+NORM_EPS, HC_EPS = 1e-2, 1e-3  # large enough that each place where they are added shows
+TRUE_EPS = 1e-6  # the model's value of both
 
 
 @pytest.fixture(params=implementations("mhc_pre"))
 def mhc_pre(request):
-    return partial(request.param, iterations=ITERATIONS, **EPS)
+    return partial(request.param, iterations=ITERATIONS, norm_eps=NORM_EPS, hc_eps=HC_EPS)
 
 
 def site(m: int, hidden: int, spread: float = 1.0):
@@ -95,23 +97,30 @@ def test_golden_sinkhorn(mhc_pre):
     base = torch.tensor([*[0.0] * 8, *(float(v) for row in logits for v in row)])
     streams = randn(1, 4, 8)
     arguments = (torch.zeros(24, 32), base, torch.ones(3))
-    x, post, comb = mhc_pre(streams, *(a.to(streams.device) for a in arguments))
+    arguments = tuple(a.to(streams.device) for a in arguments)
+    x, post, comb = mhc_pre(streams, *arguments, hc_eps=TRUE_EPS)
     torch.testing.assert_close(comb[0].cpu(), golden, rtol=0, atol=6e-7)
     assert_close(post.cpu(), torch.ones(1, 4))
-    assert_close(x, streams.sum(1) * (0.5 + HC_EPS))
+    assert_close(x, streams.sum(1) * (0.5 + TRUE_EPS))
 
 
+@pytest.mark.parametrize("eps", [(TRUE_EPS, TRUE_EPS), (NORM_EPS, HC_EPS)])
 @pytest.mark.parametrize("spread", [1.0, 30.0])
-def test_equals_transformers(mhc_pre, spread):
+def test_equals_transformers(mhc_pre, spread, eps):
     """With spread 30, many elements of the softmax are 0 until eps is added."""
-    config = DeepseekV4Config(hidden_size=128, hc_mult=4, hc_sinkhorn_iters=ITERATIONS)
-    assert (config.hc_eps, config.rms_norm_eps) == (HC_EPS, NORM_EPS)
+    config = DeepseekV4Config(
+        hidden_size=128,
+        hc_mult=4,
+        hc_sinkhorn_iters=ITERATIONS,
+        rms_norm_eps=eps[0],
+        hc_eps=eps[1],
+    )
     streams, parameters = randn(33, 4, 128), site(4, 128, spread)
     theirs = DeepseekV4HyperConnection(config).to(streams.device)
     for mine, value in zip((theirs.fn, theirs.base, theirs.scale), parameters, strict=True):
         mine.data.copy_(value)
     post, comb, collapsed = (value[0] for value in theirs(streams[None]))
-    x, our_post, our_comb = mhc_pre(streams, *parameters)
+    x, our_post, our_comb = mhc_pre(streams, *parameters, norm_eps=eps[0], hc_eps=eps[1])
     assert_close(x, collapsed, "x")
     assert_close(our_post, post, "post")
     assert_close(our_comb, comb, "comb")

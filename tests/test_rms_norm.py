@@ -4,12 +4,13 @@ import math
 
 import pytest
 import torch
-from op_checks import assert_stays_on_device, implementations, randn
-from tolerance import assert_close
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
     DeepseekV4RMSNorm,
     DeepseekV4UnweightedRMSNorm,
 )
+
+from op_checks import assert_stays_on_device, implementations, randn
+from tolerance import assert_close
 
 EPS = 1e-6
 

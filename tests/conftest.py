@@ -1,0 +1,78 @@
+"""What every test shares: a quiet environment, poisoned uninitialised memory, GPU markers."""
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+# Before torch starts its threads, and for the servers that tests start: tiny models run several
+# times slower when OpenMP threads share cores, no test may reach a hub, and no switch that is set
+# on this machine may change what is tested.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"
+for name in ("SGLANG_DSV4_PRECISION", "SGLANG_DSV4_OPS", "SGLANG_PLUGINS"):
+    os.environ.pop(name, None)
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+
+def poison(tensor: torch.Tensor) -> torch.Tensor:
+    """NaN, or the largest integer: an element that is read before it is written shows at once."""
+    with torch.no_grad():
+        if tensor.is_floating_point() or tensor.is_complex():
+            tensor.fill_(float("nan"))
+        elif tensor.dtype != torch.bool:
+            tensor.fill_(torch.iinfo(tensor.dtype).max)
+    return tensor
+
+
+@pytest.fixture(autouse=True, scope="session")
+def poisoned_memory() -> Iterator[None]:
+    """Everything that returns uninitialised memory returns poison, for the whole session."""
+
+    def poisoned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        return lambda *args, **options: poison(make(*args, **options))
+
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in (
+            (torch, "empty"),
+            (torch, "empty_like"),
+            (torch, "empty_strided"),
+            (torch.Tensor, "new_empty"),
+        ):
+            patch.setattr(owner, name, poisoned(getattr(owner, name)))
+        yield
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a `gpu(capability)` test where there is no such GPU, saying what it needs."""
+    marker = item.get_closest_marker("gpu")
+    if marker is None:
+        return
+    needed: Any = marker.args[0] if marker.args else (8, 0)
+    wanted = f"needs an NVIDIA GPU of compute capability {needed[0]}.{needed[1]}"
+    if not torch.cuda.is_available():
+        pytest.skip(wanted)
+    if torch.cuda.get_device_capability() < needed:
+        pytest.skip(f"{wanted}, this one has {torch.cuda.get_device_capability()}")
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """The repository's root."""
+    return Path(__file__).parents[1]
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A port of 127.0.0.1 that nothing listens on now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Served tests can run against servers with a planted fault; see mutants.py."""
+    parser.addoption("--mutant", help="plant this fault in every server")

@@ -1,0 +1,42 @@
+"""Checkpoints and servers that the served tests share."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import oracle
+import pytest
+from mutants import mutant_environment
+from serving import Server
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whatever lies in this folder starts a server."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.served)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The oracle's small model, written by transformers in fp32."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    oracle.write_checkpoint(folder, oracle.tiny_config(), seed=0)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def serve(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Callable[..., Server]:
+    """Makes servers, to be entered by whoever needs one; with --mutant, each runs mutated code.
+
+    Options are written as keywords: dtype="float32" is --dtype float32.
+    """
+    mutant = mutant_environment(request.config.getoption("--mutant"))
+
+    def make(checkpoint: Path, *, env: dict[str, str] | None = None, **options) -> Server:
+        flags = {"--" + name.replace("_", "-"): value for name, value in options.items()}
+        log = tmp_path_factory.mktemp("server") / "server.log"
+        return Server(checkpoint, log, options=flags, env={**mutant, **(env or {})})
+
+    return make

@@ -1,0 +1,71 @@
+"""The served model against transformers: the same tokens, the same log-probabilities."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import oracle
+import pytest
+from agreement import Comparison, ties
+from serving import Server
+
+COUNT = 64
+FEW = (1, 6, 10, 11)  # prompts of 3, 129, 300 and 700 tokens
+
+
+@pytest.fixture(scope="module", params=["full", "fp4"])
+def served(
+    request: pytest.FixtureRequest, serve: Callable[..., Server], checkpoint: Path
+) -> Iterator[tuple[Server, tuple[oracle.Generation, ...]]]:
+    """A server with index queries and keys whole or on the FP4 grid, and what is expected of it."""
+    env = {"SGLANG_DSV4_PRECISION": f"indexer_qk={request.param}"}
+    if request.param == "fp4":
+        env = {}  # the default
+    expected = oracle.expected(checkpoint, request.param == "fp4", COUNT)
+    with serve(checkpoint, env=env, dtype="float32") as server:
+        yield server, expected
+
+
+def compare(
+    server: Server, wanted: list[oracle.Generation], concurrency: int = 8
+) -> Comparison:
+    comparison = Comparison()
+    replies = server.generate_all([w.prompt for w in wanted], len(wanted[0].tokens), concurrency)
+    for reply, generation in zip(replies, wanted, strict=True):
+        comparison.add(f"prompt of {len(generation.prompt)}", reply, generation, ties(generation))
+    return comparison
+
+
+def test_a_few_prompts_equal_the_reference(served) -> None:
+    server, expected = served
+    server.flush()
+    compare(server, [expected[i] for i in FEW], concurrency=1).check()
+
+
+def test_all_prompts_equal_the_reference(served) -> None:
+    """24 prompts of the lengths around every boundary, batched by the scheduler, 64 tokens each."""
+    server, expected = served
+    server.flush()
+    assert {1, 3, 4, 5, 127, 128, 129, 255, 256, 257, 300, 700} <= {
+        len(generation.prompt) for generation in expected
+    }
+    compare(server, list(expected)).check()
+    assert sum(len(set(generation.tokens)) > 2 for generation in expected) >= 10
+
+
+def test_short_prompts_equal_the_reference(served, checkpoint: Path) -> None:
+    """Prompt lengths on both sides of every window boundary (4, 128, 256)."""
+    server, expected = served
+    server.flush()
+    model = oracle.load(checkpoint, server.env == {})
+    source = expected[11].prompt
+    lengths = [*range(1, 10), 127, 128, 129, 255, 256, 257]
+    wanted = [oracle.greedy(model, list(source[:length]), 4) for length in lengths]
+    compare(server, wanted).check()
+
+
+def test_our_classes_serve(served) -> None:
+    state = served[0].state()["sglang_dsv4"]
+    assert state["model_class"] == "sglang_dsv4.served.deepseek_v4.DeepseekV4ForCausalLM"
+    assert state["attention_backend"] == "sglang_dsv4.attention.backend.DSV4Backend"
+    assert state["kv_pool"] == "sglang_dsv4.host.KVPool"
+    assert set(state["ops"].values()) == {"reference"}

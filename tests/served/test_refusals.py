@@ -1,0 +1,131 @@
+"""What we cannot serve is refused in a sentence, before a process is started or memory is taken."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from serving import Server
+
+Refused = Callable[..., str]
+
+
+@pytest.fixture
+def refused(serve: Callable[..., Server], checkpoint: Path, tmp_path: Path) -> Refused:
+    """Starts a server that must not come up; the end of what it said. `change` gets a private copy
+    of the checkpoint."""
+
+    def start(change: Callable[[Path], None] | None = None, **options: Any) -> str:
+        folder = checkpoint
+        if change is not None:
+            folder = shutil.copytree(checkpoint, tmp_path / "changed")
+            change(folder)
+        server = serve(folder, **options)
+        status = server.exit_status()
+        text = server.tail()
+        assert status != 0, text
+        return text
+
+    return start
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "says"),
+    [
+        ("kv_cache_dtype", "fp8_e5m2", "Use auto or bfloat16"),
+        ("kv_cache_dtype", "fp8_e4m3", "Use auto or bfloat16"),
+        ("page_size", "64", "pages of 256 tokens"),
+        ("tp_size", "3", "3"),
+    ],
+)
+def test_unsupported_option(refused: Refused, option: str, value: str, says: str) -> None:
+    text = refused(**{option: value})
+    assert says in text and "Traceback" not in text[text.index(says) :]
+    assert "Load weight begin" not in text
+
+
+def change_config(**fields: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        file = folder / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+    return change
+
+
+def change_tensors(edit: Callable[[dict[str, torch.Tensor]], None]) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        file = folder / "model.safetensors"
+        tensors = load_file(file)
+        edit(tensors)
+        save_file(tensors, file, metadata={"format": "pt"})
+
+    return change
+
+
+def truncate(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    with file.open("r+b") as handle:
+        handle.truncate(file.stat().st_size - 1000)
+
+
+def lose_shard(folder: Path) -> None:
+    """A checkpoint in two shards, of which one did not arrive."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    shards = {
+        "model-00001-of-00002.safetensors": names[: len(names) // 2],
+        "model-00002-of-00002.safetensors": names[len(names) // 2 :],
+    }
+    index = {name: shard for shard, held in shards.items() for name in held}
+    first = "model-00001-of-00002.safetensors"
+    save_file({name: tensors[name] for name in shards[first]}, folder / first)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+
+
+def add_unknown(tensors: dict[str, torch.Tensor]) -> None:
+    for number in range(5):
+        tensors[f"model.layers.0.mystery_{number}.weight"] = torch.zeros(2)
+
+
+def drop_one(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors["model.layers.2.self_attn.sinks"]
+
+
+def misshape(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.norm.weight"] = torch.zeros(7)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (truncate, "model.safetensors"),
+        (lose_shard, "model-00002-of-00002.safetensors"),
+        (change_tensors(add_unknown), "mystery_4"),
+        (change_tensors(drop_one), "layers.2"),
+        (change_tensors(misshape), "model.norm.weight"),
+        (change_config(model_type="deepseek_v41"), "deepseek_v41"),
+        (change_config(sliding_window=64), "sliding_window"),
+    ],
+    ids=["truncated", "missing shard", "unknown", "missing", "misshaped", "v4.1", "window"],
+)
+def test_broken_checkpoint(
+    refused: Refused, change: Callable[[Path], None], says: str
+) -> None:
+    text = refused(change)
+    assert says in text
+    assert "Load weight begin" not in text
+
+
+def test_nan_weights(refused: Refused) -> None:
+    """Headers look right: this is found while the tensor is loaded."""
+
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.layers.3.self_attn.kv_proj.weight"][0, 0] = float("nan")
+
+    text = refused(change_tensors(spoil))
+    assert "model.layers.3.self_attn.kv_proj.weight" in text and "NaN" in text

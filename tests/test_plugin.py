@@ -1,0 +1,62 @@
+"""The join with SGLang: hooks fit, and one that does not fit stops the process."""
+
+import subprocess
+import sys
+
+import pytest
+
+from sglang_dsv4 import plugin
+
+
+def test_every_hook_fits_the_pinned_sglang() -> None:
+    results = plugin.self_check()
+    assert [name for name, _, _ in results] == [
+        "config_class",
+        "model_class",
+        "attention_backend",
+        "kv_pool",
+        "pool_sizing",
+        "model_override",
+        "served_state",
+    ]
+    assert all(fits for _, fits, _ in results), results
+
+
+# Each breaks one seam of the host before our plugin is loaded, as another version would.
+BREAKS = {
+    "config_class": "from sglang.srt.utils.hf_transformers import common as m\n"
+    "del m._CONFIG_REGISTRY['deepseek_v4']",
+    "kv_pool": "from sglang.srt.mem_cache import deepseek_v4_memory_pool as m\n"
+    "m.DeepSeekV4TokenToKVPool._make_kv_pool = lambda self, size: None",
+    "pool_sizing": "from sglang.srt.model_executor import pool_configurator as m\n"
+    "m.DSV4PoolConfigurator._compressed_bytes_per_full_token = lambda self: 0",
+    "attention_backend": "from sglang.srt.layers.attention import attention_registry as m\n"
+    "m.register_attention_backend = lambda name, extra: None",
+    "model_override": "from sglang.srt.arg_groups import overrides as m\n"
+    "m.register_model_override = lambda arch, extra: None",
+    "served_state": "from sglang.srt.managers.scheduler_components import internal_state as m\n"
+    "del m.SchedulerInternalStateController",
+}
+
+
+@pytest.mark.parametrize("hook", BREAKS)
+def test_a_seam_that_changed_stops_the_process(hook: str) -> None:
+    """SGLang catches Exception around plugins and would go on with its own model."""
+    code = (
+        f"{BREAKS[hook]}\n"
+        "from sglang.srt.plugins import load_plugins\n"
+        "load_plugins()\n"
+        "print('still alive')"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode != 0 and "still alive" not in result.stdout
+    assert f"hook {hook!r} does not fit SGLang 0.5.23" in result.stderr, result.stderr[-2000:]
+    assert "sglang-dsv4 0.1.0" in result.stderr
+
+
+def test_the_backend_refuses_what_is_not_ours() -> None:
+    class Runner:
+        model = object()
+
+    with pytest.raises(SystemExit, match="the runner holds object"):
+        plugin._create_backend(Runner())
