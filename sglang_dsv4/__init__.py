@@ -1,4 +1,4 @@
-"""sglang-dsv4: serves DeepSeek-V4 through SGLang with our own model, cache and attention backend."""
+"""sglang-dsv4: serves DeepSeek-V4 through SGLang, with our model, cache and attention backend."""
 
 from importlib.metadata import version
 

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, requires, version
 from pathlib import Path
 
-from sglang_dsv4 import precision
+from sglang_dsv4 import __version__, precision
 from sglang_dsv4.config import ConfigError, DSV4Config, LayerKind
 from sglang_dsv4.settings import Settings, SettingsError
 
@@ -37,7 +37,7 @@ examples:
 
 _PLUGIN_GROUP, _PLUGIN_NAME = "sglang.srt.plugins", "dsv4"
 _PLUGIN_TARGET = "sglang_dsv4.plugin:register"
-_REINSTALL = "install the plugin again in this environment: pip install --no-deps sglang-dsv4"
+_REINSTALL = "install the plugin in this environment: pip install --no-deps . in its repository"
 # Packages whose version SGLang pins and whose behaviour ours depends on.
 _HOST_PINNED = ("torch", "transformers", "tokenizers", "xgrammar", "deepseek-recipe")
 # What the chat encoding looks up in the tokenizer.
@@ -116,8 +116,8 @@ def check_all(checkpoint: Path | None) -> list[Row]:
 
 def check_versions() -> list[Row]:
     """Our pin of SGLang, and SGLang's pins of what we depend on."""
-    rows = [Row("python", "ok", platform.python_version())]
-    rows += [_version_row("sglang-dsv4", "", "fail"), _version_row("safetensors", "", "fail")]
+    rows = [Row("python", "ok", platform.python_version()), Row("sglang-dsv4", "ok", __version__)]
+    rows.append(_version_row("safetensors", "", "fail"))
     sglang = _version_row("sglang", _pins("sglang-dsv4").get("sglang", ""), "fail")
     pins = _pins("sglang") if sglang.found != "not installed" else {}
     return [

@@ -1,6 +1,7 @@
 """`sglang-dsv4 make-tiny`: writes a small random checkpoint that SGLang can serve."""
 
 import argparse
+import copy
 import json
 import math
 import shutil
@@ -181,7 +182,8 @@ def shipped_config(preset: str, dtype: str) -> dict[str, Any]:
     """config.json of a preset in the dialect of the shipped checkpoints."""
     column = PRESETS.index(preset)
     sizes = {name: values[column] for name, values in _SIZES.items()}
-    return dict(sorted((_CONSTANTS | sizes | {"torch_dtype": dtype}).items()))
+    config = _CONSTANTS | sizes | {"torch_dtype": dtype}
+    return copy.deepcopy(dict(sorted(config.items())))  # transformers changes what it is given
 
 
 def _shards(entries: list[Entry], limit: int, element_size: int) -> list[list[Entry]]:

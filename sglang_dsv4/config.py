@@ -153,7 +153,7 @@ class DSV4Config:
         _refuse_other_variants(raw)
         rope_theta, compress_rope_theta, yarn = _read_rope(raw)
         eos = _required(raw, "eos_token_id")
-        read = {
+        read: dict[str, Any] = {
             "layer_kinds": _read_layer_kinds(raw),
             "num_hash_layers": _read_num_hash_layers(raw),
             "qk_rope_head_dim": _read_qk_rope_head_dim(raw),
@@ -239,8 +239,8 @@ def _check_integer(field: str, value: object, *, at_least: int) -> None:
 
 
 def _check_positive(field: str, value: object) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not 0 < value < math.inf:
+    number = 0.0 if isinstance(value, bool) or not isinstance(value, int | float) else value
+    if not 0 < number < math.inf:
         raise _refusal(field, value, "a number above 0")
 
 

@@ -60,10 +60,22 @@ def test_prefix_is_shared_only_at_pages(server: Server, story: list[int], shared
     prompt = story[:shared] + story[1000:1080]
     wanted = cold(server, prompt)
     server.flush()
-    server.generate(story[:600], 4)
+    server.generate(story[: shared + 100], 4)
     found = server.generate(prompt, COUNT)
     assert found.cached == shared // PAGE * PAGE
     same(found, wanted, f"{shared} shared")
+
+
+def test_a_donor_that_went_on_for_long(server: Server, story: list[int]) -> None:
+    """The host frees window rows behind a running request, so a prefix far back cannot be hit any
+    more: it must be computed again, never read from rows that are gone."""
+    prompt = story[:300] + story[1000:1080]
+    wanted = cold(server, prompt)
+    server.flush()
+    server.generate(story[:900], 4)
+    found = server.generate(prompt, COUNT)
+    assert found.cached in (0, PAGE)
+    same(found, wanted, f"{found.cached} cached")
 
 
 def test_the_same_long_prompt_again(server: Server, story: list[int]) -> None:
