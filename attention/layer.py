@@ -17,7 +17,7 @@ from sglang_dsv4.precision import Precision
 
 
 class Attention(nn.Module):
-    """One layer's attention: low-rank queries, one key/value vector per token, sinks, grouped output.
+    """Low-rank queries, one key/value vector per token, sinks, grouped output.
 
     Heads and output groups are split over tensor-parallel ranks; what feeds the cache is not, so
     every rank holds the same rows.

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 RAW_CONFIG = "dsv4_raw_config"  # attribute of the host's config that keeps our config.json
 
 
-class HostConfig(_CONFIG_REGISTRY["deepseek_v4"]):  # type: ignore[misc]
+class HostConfig(_CONFIG_REGISTRY["deepseek_v4"]):  # type: ignore[name-defined]
     """The host's config of this model, for both dialects of config.json.
 
     The host reads fields that a config saved by transformers lacks, injects defaults of another
@@ -107,11 +107,10 @@ class IndexKeyPool(host_pool.DeepSeekV4IndexerPool):
         pages = host_pool._num_dsv4_physical_kv_pages(
             self.size, self.page_size, self.global_page_size
         )
+        shape = (pages, self.page_size * self.index_head_dim)
         with self.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE):
             self.index_k_with_scale_buffer = [
-                torch.zeros(
-                    pages, self.page_size * self.index_head_dim, dtype=self.dtype, device=self.device
-                )
+                torch.zeros(shape, dtype=self.dtype, device=self.device)
                 for _ in range(self.layer_num)
             ]
 

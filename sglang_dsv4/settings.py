@@ -28,7 +28,9 @@ class Settings:
         )
 
 
-def set_host_environment(served_package: str, environ: MutableMapping[str, str] = os.environ) -> None:
+def set_host_environment(
+    served_package: str, environ: MutableMapping[str, str] = os.environ
+) -> None:
     """What SGLang reads from the environment when its modules are imported; children inherit it.
 
     The model registry imports `served_package` in the place of its built-in models, and the pool

@@ -143,7 +143,7 @@ class Runner(Host):
     ) -> None:
         super().__init__(pages=pages, slots=slots, context=context)
         self.config = DSV4Config.from_checkpoint(folder)
-        parallel = parallel or Parallel()
+        self.parallel = parallel = parallel or Parallel()
         previous = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
         chosen = precision.parse(f"indexer_qk={indexer_qk}")

@@ -177,13 +177,14 @@ def main() -> int:
     names = parser.parse_args().names or list(MUTANTS)
     for name in names:
         mutant_environment(name)
-    print(f"{'mutant':<22}{'fault':<52}{'outcome':<13}{'seconds':>7}  test")
+    row = "{:<22}{:<52}{:<13}{:>7}  {}".format
+    print(row("mutant", "fault", "outcome", "seconds", "test"))
     bad = 0
     for name in names:
         outcome, seconds = run(name)
         bad += outcome != "noticed"
         mutant = MUTANTS[name]
-        print(f"{name:<22}{mutant.fault:<52}{outcome:<13}{seconds:>7.0f}  {mutant.test}", flush=True)
+        print(row(name, mutant.fault, outcome, round(seconds), mutant.test), flush=True)
     return 1 if bad else 0
 
 

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import oracle
 import pytest
 import torch
 from transformers import DeepseekV4ForCausalLM, DynamicCache
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as hf
+
+import oracle
 
 
 @pytest.fixture(scope="session")

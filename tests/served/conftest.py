@@ -3,8 +3,9 @@
 from collections.abc import Callable
 from pathlib import Path
 
-import oracle
 import pytest
+
+import oracle
 from mutants import mutant_environment
 from serving import Server
 

@@ -48,7 +48,7 @@ OURS = {
 
 
 @pytest.mark.parametrize(
-    ("plugins", "expected"), [("__none__", NATIVE), ("other", NATIVE), ("dsv4", OURS), ("", OURS)]
+    ("plugins", "expected"), [("__none__", NATIVE), ("dsv4,other", OURS)]
 )
 def test_whose_classes_would_serve(plugins: str, expected: dict[str, object]) -> None:
     result = subprocess.run(

@@ -3,8 +3,9 @@
 from collections.abc import Callable
 from pathlib import Path
 
-import oracle
 import pytest
+
+import oracle
 from agreement import Comparison, ties
 from serving import Server
 

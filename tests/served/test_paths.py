@@ -6,8 +6,9 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import oracle
 import pytest
+
+import oracle
 from agreement import Comparison, ties
 from serving import Reply, Server
 
@@ -91,7 +92,8 @@ def test_the_same_long_prompt_again(server: Server, story: list[int]) -> None:
 
 def test_batched_equals_alone(server: Server, story: list[int]) -> None:
     """Requests of very different lengths that run together."""
-    prompts = [story[i : i + n] for i, n in ((0, 1), (5, 3), (9, 700), (40, 128), (77, 257), (90, 5))]
+    spans = ((0, 1), (5, 3), (9, 700), (40, 128), (77, 257), (90, 5))
+    prompts = [story[start : start + length] for start, length in spans]
     wanted = [cold(server, prompt) for prompt in prompts]
     server.flush()
     comparison = Comparison()
@@ -117,7 +119,7 @@ def test_decode_equals_prefill_at_every_step(server: Server, story: list[int]) -
 def test_decode_runs_through_whole_hca_windows(
     server: Server, checkpoint: Path, story: list[int]
 ) -> None:
-    """Decoding from 120 to 270 closes one HCA window that a prompt began, and one that it did not."""
+    """Decoding from 120 to 270 closes an HCA window that a prompt began, and one all its own."""
     wanted = oracle.greedy(oracle.load(checkpoint, indexer_fp4=True), story[:120], 150)
     found = cold(server, story[:120], 150)
     comparison = Comparison()
@@ -158,7 +160,7 @@ def test_an_aborted_stream_leaves_no_trace(server: Server, story: list[int]) -> 
 
 
 def test_many_at_once_keep_their_answers(server: Server, story: list[int]) -> None:
-    """Requests with shared prefixes from several clients, twice: everybody gets their own answer."""
+    """Shared prefixes from several clients, twice: everybody gets their own answer."""
     prompts = [
         story[:cut] + story[700 + i : 700 + i + tail]
         for i, (cut, tail) in enumerate(
