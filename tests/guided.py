@@ -7,10 +7,11 @@ fault in it shows where it is made.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -71,19 +72,17 @@ def guide(runner: Runner, expected: Sequence[torch.Tensor]) -> Iterator[list[tor
     """
     found: list[torch.Tensor] = []
 
-    def lead(number: int, streams: torch.Tensor) -> torch.Tensor:
-        known = expected[number - 1].to(streams.dtype)
-        return torch.cat([known, streams[len(known) :]])
+    def lead(before: torch.Tensor, _: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        streams, *others = arguments
+        return torch.cat([before.to(streams.dtype), streams[len(before) :]]), *others
+
+    def keep(_: Any, __: Any, streams: torch.Tensor) -> None:
+        found.append(streams)
 
     layers = list(runner.lm.model.layers)
-    hooks = [
-        layer.register_forward_pre_hook(
-            lambda _, arguments, number=number: (lead(number, arguments[0]), *arguments[1:])
-        )
-        for number, layer in enumerate(layers)
-        if number > 0
-    ]
-    hooks += [layer.register_forward_hook(lambda _, __, out: found.append(out)) for layer in layers]
+    hooks = [layer.register_forward_hook(keep) for layer in layers]
+    for before, layer in zip(expected, layers[1:], strict=False):
+        hooks.append(layer.register_forward_pre_hook(functools.partial(lead, before)))
     try:
         yield found
     finally:
@@ -105,30 +104,31 @@ class Follower:
 
     def step(self, *parts: Part, padding: int = 0) -> None:
         """One forward of several requests."""
-        spans = [
-            (story, slice(request.length, request.length + count))
-            for request, story, count in parts
-        ]
+        stories = [story for _, story, _ in parts]
+        spans = [slice(request.length, request.length + count) for request, _, count in parts]
 
-        def joined(values: Callable[[Story], torch.Tensor]) -> torch.Tensor:
-            return torch.cat([values(story)[span] for story, span in spans])
+        def joined(values: Iterable[torch.Tensor]) -> torch.Tensor:
+            return torch.cat([value[span] for value, span in zip(values, spans, strict=True)])
 
         layers = range(len(self.runner.lm.model.layers))
-        expected = [joined(lambda story, n=n: story.streams(n)) for n in layers]
-        tied = [joined(lambda story, n=n: story.tied(n)) for n in layers]
+        expected = [joined(story.streams(number) for story in stories) for number in layers]
+        tied = [joined(story.tied(number) for story in stories) for number in layers]
         new = [
             (request, story.tokens[span])
-            for (request, _, _), (story, span) in zip(parts, spans, strict=True)
+            for (request, story, _), span in zip(parts, spans, strict=True)
         ]
         with guide(self.runner, expected) as found:
             logits = torch.cat(self.runner.step(*new, padding=padding))
-        labels = [f"position {p} of request {r}" for r, (_, span) in enumerate(spans)
-                  for p in range(span.start, span.stop)]
+        labels = [
+            f"position {position} of request {number}"
+            for number, span in enumerate(spans)
+            for position in range(span.start, span.stop)
+        ]
         for number, streams in enumerate(found):
             self._compare(streams, expected[number], tied[number], f"layer {number}", labels)
         rank, width = self.runner.parallel.rank, logits.shape[1]
         ranks_own = slice(rank * width, (rank + 1) * width)
-        expected_logits = joined(lambda story: story.trace.logits[:, ranks_own])
+        expected_logits = joined(story.trace.logits[:, ranks_own] for story in stories)
         self._compare(logits, expected_logits, tied[-1], "logits", labels)
 
     def run(self, request: Request, tokens: Sequence[int], chunk: int = 1 << 30) -> None:

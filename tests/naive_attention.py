@@ -106,7 +106,8 @@ def metadata(host: Host, *parts: Part, window_rows: int, padding: int = 0) -> Me
 
 def on_device(batch: Batch) -> Batch:
     """The same batch on the device that is tested."""
-    return replace(batch, **{n: t.to(MACHINE.device) for n, t in tensors_of(batch).items()})
+    moved: dict[str, Any] = {n: t.to(MACHINE.device) for n, t in tensors_of(batch).items()}
+    return replace(batch, **moved)
 
 
 def tensors_of(record: Any) -> dict[str, torch.Tensor]:

@@ -64,31 +64,35 @@ def assert_few_excuses(follower: Follower) -> None:
 # ---- layer by layer ----
 
 
-def watch(runner: Runner) -> list[dict[str, torch.Tensor]]:
-    """For each layer, what it and its parts gave in the last forward."""
-    seen: list[dict[str, torch.Tensor]] = []
+def watch(runner: Runner) -> list[dict[str, list[torch.Tensor]]]:
+    """For each layer, what it and its parts give from now on, one item for each forward."""
+    seen: list[dict[str, list[torch.Tensor]]] = []
 
-    def keep(found: dict[str, torch.Tensor], name: str) -> Callable[..., None]:
-        return lambda module, arguments, result: found.update({name: result})
+    def keep(results: list[torch.Tensor]) -> Callable[..., None]:
+        return lambda module, arguments, result: results.append(result)
 
     for layer in runner.lm.model.layers:
-        seen.append({})
         parts = {"selected": layer.attn.indexer, "attention": layer.attn, "moe": layer.ffn}
+        seen.append({})
         for name, module in (parts | {"streams": layer}).items():
             if module is not None:
-                module.register_forward_hook(keep(seen[-1], name))
+                seen[-1][name] = []
+                module.register_forward_hook(keep(seen[-1][name]))
     return seen
 
 
-@pytest.mark.parametrize("indexer_qk", ["full", "fp4"])
-def test_every_layer_equals_transformers(checkpoint, indexer_qk):
+@pytest.mark.parametrize(
+    ("indexer_qk", "chunk"), [("full", LENGTH), ("full", 7), ("fp4", LENGTH), ("fp4", 128)]
+)
+def test_every_layer_equals_transformers(checkpoint, indexer_qk, chunk):
     """Not guided: selected entries, outputs of attention and experts, streams and logits of all
     tokens before the first tie that falls the other way.
     """
     runner = Runner(checkpoint, indexer_qk=indexer_qk)
     story = teller(checkpoint, indexer_qk)(PROMPT)
-    seen = watch(runner)
-    logits = runner.run(runner.open(), PROMPT)
+    watched = watch(runner)
+    logits = runner.run(runner.open(), PROMPT, chunk)
+    seen = [{name: torch.cat(parts) for name, parts in layer.items()} for layer in watched]
     equal = LENGTH  # tokens that are compared
     for number, (ours, theirs) in enumerate(zip(seen, story.trace.layers, strict=True)):
         assert ("selected" in ours) == (theirs.selected is not None)
@@ -107,6 +111,7 @@ def test_every_layer_equals_transformers(checkpoint, indexer_qk):
 
 def first_tie(ours: torch.Tensor, theirs: oracle.LayerTrace, what: str, fp4: bool) -> int:
     """The first token whose set of entries differs, which only a tie can excuse."""
+    assert theirs.selected is not None and theirs.index_gap is not None
     assert theirs.index_gap.isfinite().sum() > 200, "the index must have something to leave out"
     differ = (ours.sort().values != theirs.selected.sort().values).any(dim=1)
     tokens = differ.nonzero().flatten().tolist()

@@ -116,6 +116,15 @@ def test_generations_are_varied_and_free_of_ties(checkpoint: Path, indexer_fp4: 
         assert min(generation.router_gaps) > 2e-6
 
 
+@pytest.mark.parametrize("indexer_fp4", [False, True])
+def test_the_story_is_free_of_ties(checkpoint: Path, indexer_fp4: bool) -> None:
+    trace = oracle.record(oracle.load(checkpoint, indexer_fp4), oracle.story())
+    gaps = [gap for layer in trace.layers if (gap := layer.index_gap) is not None]
+    assert torch.stack(gaps).min() > 5e-6
+    gaps = [gap for layer in trace.layers if (gap := layer.router_gap) is not None]
+    assert torch.stack(gaps).min() > 2e-6
+
+
 # Sensitivity --------------------------------------------------------------------------------------
 # Each of these mistakes, made in the oracle itself, has to show in the generated tokens. A test
 # that compares with the oracle can then find the same mistake in an implementation.

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 import oracle
-from sglang_dsv4.attention.cache import PAGE, RING, allocate, entries_per_page
+from sglang_dsv4.attention.cache import PAGE, RING, LayerCache, allocate, entries_per_page
 from sglang_dsv4.config import DSV4Config, LayerKind
 
 CONFIG = DSV4Config.from_dict(oracle.tiny_config().to_dict())
 PAGES, WINDOW_PAGES, REQUESTS = 7, 4, 5
 
 
-def layer(kind: LayerKind, dtype: torch.dtype = torch.bfloat16):
+def layer(kind: LayerKind, dtype: torch.dtype = torch.bfloat16) -> LayerCache:
     (cache,) = allocate(
         replace(CONFIG, layer_kinds=(kind,), num_hidden_layers=1, num_hash_layers=0),
         pages=PAGES,

@@ -1,6 +1,7 @@
 """compress_csa against entries pooled by definition from the whole sequence, in float64."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,6 +19,8 @@ WINDOW_ROWS = PAGES * PAGE
 PER_PAGE = PAGE // 4
 CHUNKS = [1, 3, 5, 127, 129, 1000]
 FREQUENCIES = randn(32, seed=5).abs()
+Op = Callable[..., None]
+Part = tuple[Request, int, Inputs]  # a request, how many new tokens, and what they bring
 
 
 @pytest.fixture(params=implementations("compress_csa"))
@@ -51,7 +54,7 @@ class Layer:
         cache[0], state[0] = 0, 0
         return cls(cache, state, main)
 
-    def step(self, run, host: Host, *parts: tuple[Request, int, Inputs], padding: int = 0) -> None:
+    def step(self, run: Op, host: Host, *parts: Part, padding: int = 0) -> None:
         """Run `count` new tokens of each request; what padding carries is NaN."""
         new = [slice(r.length, r.length + count) for r, count, _ in parts]
         nobody = torch.full((padding, self.state.shape[1] // 2), math.nan, device=MACHINE.device)
@@ -62,7 +65,7 @@ class Layer:
         rows, one = plan.row if self.main else plan.entry, parts[0][2]
         run(kv, gate, one.ape, one.weight, FREQUENCIES, plan, rows, self.state, self.cache)
 
-    def feed(self, run, host: Host, request: Request, given: Inputs, chunk: int) -> None:
+    def feed(self, run: Op, host: Host, request: Request, given: Inputs, chunk: int) -> None:
         while request.length < len(given.kv):
             self.step(run, host, (request, min(chunk, len(given.kv) - request.length), given))
 

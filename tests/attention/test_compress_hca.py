@@ -1,6 +1,7 @@
 """compress_hca against entries pooled by definition from the whole sequence, in float64."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,6 +19,8 @@ WINDOW_ROWS = PAGES * PAGE
 PER_PAGE = PAGE // 128
 CHUNKS = [1, 3, 5, 127, 128, 129, 1000]
 FREQUENCIES = randn(32, seed=5).abs()
+Op = Callable[..., None]
+Part = tuple[Request, int, Inputs]  # a request, how many new tokens, and what they bring
 
 
 @pytest.fixture(params=implementations("compress_hca"))
@@ -49,7 +52,7 @@ class Layer:
         cache[0] = 0
         return cls(cache, torch.full((SLOTS, 3 * WIDTH), math.nan, device=MACHINE.device))
 
-    def step(self, run, host: Host, *parts: tuple[Request, int, Inputs], padding: int = 0) -> None:
+    def step(self, run: Op, host: Host, *parts: Part, padding: int = 0) -> None:
         """Run `count` new tokens of each request; what padding carries is NaN."""
         new = [slice(r.length, r.length + count) for r, count, _ in parts]
         nobody = torch.full((padding, WIDTH), math.nan, device=MACHINE.device)
@@ -60,7 +63,7 @@ class Layer:
         where = (meta.hca, meta.positions, self.state, self.cache)
         run(kv, gate, one.ape, one.weight, FREQUENCIES, *where)
 
-    def feed(self, run, host: Host, request: Request, given: Inputs, chunk: int) -> None:
+    def feed(self, run: Op, host: Host, request: Request, given: Inputs, chunk: int) -> None:
         while request.length < len(given.kv):
             self.step(run, host, (request, min(chunk, len(given.kv) - request.length), given))
 

@@ -16,14 +16,12 @@ FEW = (1, 6, 10, 11)  # prompts of 3, 129, 300 and 700 tokens
 @pytest.fixture(scope="module", params=["full", "fp4"])
 def served(
     request: pytest.FixtureRequest, serve: Callable[..., Server], checkpoint: Path
-) -> Iterator[tuple[Server, tuple[oracle.Generation, ...]]]:
-    """A server with index queries and keys whole or on the FP4 grid, and what is expected of it."""
-    env = {"SGLANG_DSV4_PRECISION": f"indexer_qk={request.param}"}
-    if request.param == "fp4":
-        env = {}  # the default
-    expected = oracle.expected(checkpoint, request.param == "fp4", COUNT)
+) -> Iterator[tuple[Server, bool]]:
+    """A server, and whether its index queries and keys lie on the FP4 grid, as they do by default."""
+    fp4 = request.param == "fp4"
+    env = {} if fp4 else {"SGLANG_DSV4_PRECISION": "indexer_qk=full"}
     with serve(checkpoint, env=env, dtype="float32") as server:
-        yield server, expected
+        yield server, fp4
 
 
 def compare(
@@ -36,15 +34,17 @@ def compare(
     return comparison
 
 
-def test_a_few_prompts_equal_the_reference(served) -> None:
-    server, expected = served
-    server.flush()
-    compare(server, [expected[i] for i in FEW], concurrency=1).check()
+def test_a_few_prompts_equal_the_reference(served, checkpoint: Path) -> None:
+    server, fp4 = served
+    model = oracle.load(checkpoint, fp4)
+    wanted = [oracle.greedy(model, oracle.prompts()[i], 8) for i in FEW]
+    compare(server, wanted, concurrency=1).check()
 
 
-def test_all_prompts_equal_the_reference(served) -> None:
+def test_all_prompts_equal_the_reference(served, checkpoint: Path) -> None:
     """24 prompts of the lengths around every boundary, batched by the scheduler, 64 tokens each."""
-    server, expected = served
+    server, fp4 = served
+    expected = oracle.expected(checkpoint, fp4, COUNT)
     server.flush()
     assert {1, 3, 4, 5, 127, 128, 129, 255, 256, 257, 300, 700} <= {
         len(generation.prompt) for generation in expected
@@ -55,12 +55,12 @@ def test_all_prompts_equal_the_reference(served) -> None:
 
 def test_short_prompts_equal_the_reference(served, checkpoint: Path) -> None:
     """Prompt lengths on both sides of every window boundary (4, 128, 256)."""
-    server, expected = served
-    server.flush()
-    model = oracle.load(checkpoint, server.env == {})
-    source = expected[11].prompt
+    server, fp4 = served
+    model = oracle.load(checkpoint, fp4)
+    source = oracle.prompts()[11]
     lengths = [*range(1, 10), 127, 128, 129, 255, 256, 257]
-    wanted = [oracle.greedy(model, list(source[:length]), 4) for length in lengths]
+    wanted = [oracle.greedy(model, source[:length], 4) for length in lengths]
+    server.flush()
     compare(server, wanted).check()
 
 
