@@ -65,6 +65,16 @@ def repository() -> Path:
     return Path(__file__).parents[1]
 
 
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The oracle's small model with every kind of layer, written by transformers in fp32."""
+    import oracle  # imports transformers, which most tests do without
+
+    folder = tmp_path_factory.mktemp("checkpoint")
+    oracle.write_checkpoint(folder, oracle.tiny_config(), oracle.CHECKPOINT_SEED)
+    return folder
+
+
 @pytest.fixture
 def free_port() -> int:
     """A port of 127.0.0.1 that nothing listens on now."""

@@ -28,14 +28,6 @@ PROMPT = prompt(LENGTH, seed=7)
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Written by transformers."""
-    folder = tmp_path_factory.mktemp("model") / "checkpoint"
-    oracle.write_checkpoint(folder, oracle.tiny_config(), seed=0)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def shared(checkpoint: Path) -> Runner:
     """One model and one cache for all tests: what one leaves behind must not matter to the next."""
     return Runner(checkpoint, pages=40, slots=12)

@@ -14,13 +14,6 @@ from transformers.models.deepseek_v4 import modeling_deepseek_v4 as hf
 import oracle
 
 
-@pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("oracle")
-    oracle.write_checkpoint(folder, oracle.tiny_config(), oracle.CHECKPOINT_SEED)
-    return folder
-
-
 def prompt_of(length: int) -> list[int]:
     return next(prompt for prompt in oracle.prompts() if len(prompt) == length)
 

@@ -1,11 +1,10 @@
-"""Checkpoints and servers that the served tests share."""
+"""Servers that the served tests share."""
 
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-import oracle
 from mutants import mutant_environment
 from serving import Server
 
@@ -15,14 +14,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.served)
-
-
-@pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The oracle's small model, written by transformers in fp32."""
-    folder = tmp_path_factory.mktemp("checkpoint")
-    oracle.write_checkpoint(folder, oracle.tiny_config(), seed=0)
-    return folder
 
 
 @pytest.fixture(scope="session")

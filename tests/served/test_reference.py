@@ -17,7 +17,7 @@ FEW = (1, 6, 10, 11)  # prompts of 3, 129, 300 and 700 tokens
 def served(
     request: pytest.FixtureRequest, serve: Callable[..., Server], checkpoint: Path
 ) -> Iterator[tuple[Server, bool]]:
-    """A server, and whether its index queries and keys lie on the FP4 grid, as they do by default."""
+    """A server, and whether it keeps index queries and keys on the FP4 grid, as by default."""
     fp4 = request.param == "fp4"
     env = {} if fp4 else {"SGLANG_DSV4_PRECISION": "indexer_qk=full"}
     with serve(checkpoint, env=env, dtype="float32") as server:
@@ -57,7 +57,7 @@ def test_short_prompts_equal_the_reference(served, checkpoint: Path) -> None:
     """Prompt lengths on both sides of every window boundary (4, 128, 256)."""
     server, fp4 = served
     model = oracle.load(checkpoint, fp4)
-    source = oracle.prompts()[11]
+    source = oracle.story()
     lengths = [*range(1, 10), 127, 128, 129, 255, 256, 257]
     wanted = [oracle.greedy(model, source[:length], 4) for length in lengths]
     server.flush()

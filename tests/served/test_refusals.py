@@ -148,3 +148,47 @@ def test_nan_weights(refused: Refused) -> None:
 
     text = refused(change_tensors(spoil))
     assert "model.layers.3.attn.wkv.weight" in text and "NaN" in text
+
+
+class TestServerArguments:
+    """What the override makes of the user's flags, called as SGLang calls it."""
+
+    ACCEPTED = dict(
+        page_size=None,
+        kv_cache_dtype="auto",
+        load_format="dummy",
+        model_path="somewhere",
+        tp_size=1,
+        **plugin.UNSUPPORTED,
+    )
+
+    def override(self, **changes: Any) -> dict[str, Any]:
+        config = SimpleNamespace(model_type=changes.pop("model_type", "deepseek_v4"))
+        return plugin._override(SimpleNamespace(**(self.ACCEPTED | changes)), config)
+
+    @pytest.mark.parametrize("asked", ["auto", "bfloat16", "bf16"])
+    def test_rows_are_bf16(self, asked: str) -> None:
+        declared = self.override(kv_cache_dtype=asked, page_size=256)
+        assert declared["kv_cache_dtype"] == "bfloat16"
+        assert declared["attention_backend"] == plugin.BACKEND
+
+    @pytest.mark.parametrize(
+        ("option", "value"),
+        [
+            ("kv_cache_dtype", "fp8_e4m3"),
+            ("kv_cache_dtype", "fp8_e5m2"),
+            ("kv_cache_dtype", "nvfp4"),
+            ("page_size", 64),
+            ("page_size", 1),
+            ("pp_size", 2),
+            ("speculative_algorithm", "EAGLE"),
+            ("speculative_algorithm", "DSPARK"),
+            ("disaggregation_mode", "prefill"),
+            ("enable_lora", True),
+            ("enable_hierarchical_cache", True),
+            ("model_type", "deepseek_v41"),
+        ],
+    )
+    def test_what_cannot_be_honoured_is_refused(self, option: str, value: Any) -> None:
+        with pytest.raises(SystemExit, match=re.escape(str(value))):
+            self.override(**{option: value})
