@@ -50,6 +50,10 @@ class HostConfig(_CONFIG_REGISTRY["deepseek_v4"]):  # type: ignore[name-defined]
         result = super().from_dict(raw | DSV4Config.from_dict(raw).host_fields(), **kwargs)
         config = result[0] if isinstance(result, tuple) else result
         setattr(config, RAW_CONFIG, raw)
+        if config.dtype in (None, torch.float32, "float32"):
+            # The host would run an fp32 checkpoint in fp16, for which this model was not made.
+            # --dtype float32 still runs it in fp32.
+            config.dtype = torch.bfloat16
         return result
 
 

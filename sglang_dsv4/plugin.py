@@ -17,16 +17,35 @@ BACKEND = "sglang_dsv4"
 SERVED_PACKAGE = "sglang_dsv4.served"
 PAGE_SIZE = 256
 ROW_DTYPES = ("auto", "bf16", "bfloat16")
+RUN_DTYPES = ("auto", "bfloat16", "float32", "float")
 
-# Options that this version cannot honour, and the only value that it accepts of each.
+# Options that this version cannot honour, and the only value that it accepts of each: SGLang's
+# default. Some would otherwise do nothing, which is worse.
 UNSUPPORTED = {
-    "pp_size": 1,
-    "speculative_algorithm": None,
+    "attn_cp_size": 1,
+    "attn_dp_size": 1,
+    "cpu_offload_gb": 0,
+    "dcp_size": 1,
+    "decode_attention_backend": None,
+    "disaggregation_mode": "null",
+    "dsv4_attn_backend": "auto",
+    "enable_deepseek_v4_fp4_indexer": False,
+    "enable_dp_attention": False,
+    "enable_eplb": False,
+    "enable_hierarchical_cache": False,
     "enable_hisparse": False,
     "enable_lora": None,
+    "enable_prefill_cp": False,
+    "enable_torch_compile": False,
     "enable_two_batch_overlap": False,
-    "disaggregation_mode": "null",
-    "enable_hierarchical_cache": False,
+    "ep_size": 1,
+    "lora_paths": None,
+    "moe_a2a_backend": "none",
+    "moe_runner_backend": "auto",
+    "pp_size": 1,
+    "prefill_attention_backend": None,
+    "quantization": None,
+    "speculative_algorithm": None,
 }
 
 
@@ -169,6 +188,16 @@ def _override(server_args: Any, hf_config: Any) -> dict[str, Any]:
             f"sglang-dsv4 serves model_type deepseek_v4, found {hf_config.model_type!r}; "
             "set SGLANG_PLUGINS=__none__ to serve it with SGLang's built-in model."
         )
+    _check_options(server_args)
+    _check_checkpoint(server_args)
+    return {
+        "attention_backend": BACKEND,
+        "kv_cache_dtype": "bfloat16",
+        "moe_runner_backend": "triton",
+    }
+
+
+def _check_options(server_args: Any) -> None:
     if server_args.page_size not in (None, PAGE_SIZE):
         raise SystemExit(
             f"--page-size {server_args.page_size}: DeepSeek-V4's cache has pages of {PAGE_SIZE} "
@@ -179,6 +208,13 @@ def _override(server_args: Any, hf_config: Any) -> dict[str, Any]:
             f"--kv-cache-dtype {server_args.kv_cache_dtype}: this version keeps rows in BF16 "
             "(fp32 with --dtype float32). Use auto or bfloat16."
         )
+    if server_args.dtype not in RUN_DTYPES:
+        raise SystemExit(f"--dtype {server_args.dtype}: use one of {', '.join(RUN_DTYPES)}.")
+    if server_args.attention_backend not in (None, "dsv4", BACKEND):
+        raise SystemExit(
+            f"--attention-backend {server_args.attention_backend}: the model brings its own, "
+            f"{BACKEND}. Leave the option out."
+        )
     for option, accepted in UNSUPPORTED.items():
         found = getattr(server_args, option)
         if found != accepted:
@@ -187,12 +223,6 @@ def _override(server_args: Any, hf_config: Any) -> dict[str, Any]:
                 f"{flag} {found}: this version supports {accepted} only. Leave the option out, or "
                 "set SGLANG_PLUGINS=__none__ for SGLang's built-in model."
             )
-    _check_checkpoint(server_args)
-    return {
-        "attention_backend": BACKEND,
-        "kv_cache_dtype": "bfloat16",
-        "moe_runner_backend": "triton",
-    }
 
 
 def _check_checkpoint(server_args: Any) -> None:

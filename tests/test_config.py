@@ -200,6 +200,14 @@ def test_no_scaling(scaling: dict[str, Any] | None, tmp_path: Path) -> None:
     assert DSV4Config.from_dict(saved) == DSV4Config.from_dict(raw)
 
 
+@pytest.mark.parametrize("without", ["quantization_config", "scale_fmt"])
+def test_quantization_config_decides_nothing(without: str) -> None:
+    """Formats are read off the tensors: a checkpoint may say nothing, or not everything."""
+    raw = copy.deepcopy(FLASH)
+    (raw if without in raw else raw["quantization_config"]).pop(without)
+    assert DSV4Config.from_dict(raw) == DSV4Config.from_dict(FLASH)
+
+
 def test_several_ends_of_sentence() -> None:
     assert DSV4Config.from_dict(edited(FLASH, eos_token_id=[1, 128803])).eos_token_id == (1, 128803)
 
