@@ -117,7 +117,7 @@ install_shim() {
 # Without it each server start compiles thousands of files, again and again where
 # PYTHONDONTWRITEBYTECODE is set. A few files in there are not for this Python: they do not count.
 compile_bytecode() {
-    "$python" -m compileall -q -j 0 "$venv/lib" || true
+    "$python" -m compileall -qq -j 0 "$venv/lib" || true
 }
 
 install_cpu() {
