@@ -21,7 +21,6 @@ class DSV4Backend(host.AttentionBackend):
         self.req_to_token_pool = runner.req_to_token_pool
         self.caches = host.layer_caches(runner.token_to_kv_pool)
         self.window = int(runner.model_config.window_size)
-        self.context_len = host.context_length(runner.model_config)
         self.metadata: Metadata | None = None
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
@@ -30,7 +29,6 @@ class DSV4Backend(host.AttentionBackend):
             forward_batch,
             req_to_token=self.req_to_token_pool.req_to_token,
             window_map=self.token_to_kv_pool.full_to_swa_index_mapping,
-            context_len=self.context_len,
         )
         self.metadata = build(batch, window=self.window, window_rows=self.caches[0].window_rows)
 

@@ -71,8 +71,9 @@ class HashRouter(nn.Module):
         self.ops = ops
         self.scale = config.routed_scaling_factor
         self.weight = tensor(config.n_routed_experts, config.hidden_size)
-        shape = (config.vocab_size, config.num_experts_per_tok)
-        self.register_buffer("tid2eid", torch.empty(shape, dtype=torch.int64))
+        # Valid before anything is loaded: the host can fill weights, but no table, with dummies.
+        table = torch.arange(config.num_experts_per_tok).repeat(config.vocab_size, 1)
+        self.register_buffer("tid2eid", table)
 
     def forward(
         self, x: torch.Tensor, token_ids: torch.Tensor

@@ -9,7 +9,6 @@ import logging
 from typing import Any
 
 import torch
-from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.distributed.communication_op import tensor_model_parallel_all_reduce
 from sglang.srt.distributed.parallel_state import (
@@ -25,7 +24,7 @@ from sglang.srt.model_executor.pool_configurator import DSV4PoolConfigurator
 from sglang.srt.runtime_context import get_device, get_model
 from sglang.srt.utils.hf_transformers.common import _CONFIG_REGISTRY
 
-from sglang_dsv4.attention.cache import PAGE, LayerCache, entries_per_page
+from sglang_dsv4.attention.cache import PAGE, LayerCache
 from sglang_dsv4.attention.metadata import Batch
 from sglang_dsv4.config import DSV4Config, LayerKind
 from sglang_dsv4.parallel import Parallel
@@ -242,8 +241,7 @@ def layer_caches(pool: Any) -> tuple[LayerCache, ...]:
     """The caches of a pool that is ours; anything else stops the server."""
     if not isinstance(pool, KVPool):
         raise SystemExit(f"sglang-dsv4: expected our KV pool, found {type(pool).__name__}")
-    per_page = {kind: entries_per_page(kind) for kind in LayerKind}
-    assert pool.page_size == pool.swa_page_size == PAGE and per_page[LayerKind.CSA] == 64
+    assert pool.page_size == pool.swa_page_size == PAGE
     return pool.caches
 
 
@@ -252,7 +250,6 @@ def batch(
     *,
     req_to_token: torch.Tensor,
     window_map: torch.Tensor,
-    context_len: int,
 ) -> Batch:
     """What the host says about one forward, as device tensors.
 
@@ -264,7 +261,7 @@ def batch(
         prefix_lens = (forward_batch.seq_lens.long() - 1).clamp(min=0)
         new_lens = torch.ones_like(prefix_lens)
         request = torch.arange(requests, device=slots.device)
-        max_len = context_len
+        max_len = req_to_token.shape[1]
     else:
         prefix_lens = forward_batch.extend_prefix_lens.long()
         new_lens = forward_batch.extend_seq_lens.long()
@@ -288,8 +285,3 @@ def batch(
         window_map=window_map,
         max_len=max_len,
     )
-
-
-def context_length(model_config: ModelConfig) -> int:
-    """Tokens that a request may hold, and a page more: the host may run past it by a few."""
-    return int(model_config.context_len) + PAGE
