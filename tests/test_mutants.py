@@ -1,4 +1,4 @@
-"""The planted faults still fit the code; that tests notice them is shown by `python tests/mutants.py`."""
+"""Planted faults still fit the code; that tests notice them is shown by mutants.py itself."""
 
 import ast
 from pathlib import Path
