@@ -46,7 +46,10 @@ class HostConfig(_CONFIG_REGISTRY["deepseek_v4"]):  # type: ignore[name-defined]
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         raw = dict(config_dict)
-        result = super().from_dict(raw | DSV4Config.from_dict(raw).host_fields(), **kwargs)
+        seen = raw | DSV4Config.from_dict(raw).host_fields()
+        # Formats are decided per tensor; the host would act on what one global field says.
+        seen.pop("quantization_config", None)
+        result = super().from_dict(seen, **kwargs)
         config = result[0] if isinstance(result, tuple) else result
         setattr(config, RAW_CONFIG, raw)
         if config.dtype in (None, torch.float32, "float32"):
@@ -58,8 +61,7 @@ class HostConfig(_CONFIG_REGISTRY["deepseek_v4"]):  # type: ignore[name-defined]
 
 def raw_config(config: Any) -> dict[str, Any]:
     """The checkpoint's config.json, with --json-model-override-args applied."""
-    overrides = json.loads(get_model().json_model_override_args or "{}")
-    return getattr(config, RAW_CONFIG) | overrides
+    return getattr(config, RAW_CONFIG) | json.loads(get_model().json_model_override_args)
 
 
 def parallel() -> Parallel:

@@ -5,6 +5,7 @@ ours would be worse than none, so every failure here becomes SystemExit, which i
 """
 
 import inspect
+import json
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -231,12 +232,14 @@ def _check_checkpoint(server_args: Any) -> None:
     from sglang_dsv4.config import DSV4Config
 
     folder = Path(server_args.model_path)
-    if server_args.load_format not in ("auto", "safetensors") or not folder.is_dir():
+    if not folder.is_dir():
         return
     try:
-        config = DSV4Config.from_checkpoint(folder)
+        raw = json.loads((folder / "config.json").read_text())
+        config = DSV4Config.from_dict(raw | json.loads(server_args.json_model_override_args))
         config.check_tensor_parallel(server_args.tp_size)
-        weights.check(folder, config)
+        if server_args.load_format in ("auto", "safetensors"):
+            weights.check(folder, config)
     except ValueError as error:
         raise SystemExit(f"sglang-dsv4 cannot serve {folder}:\n{error}") from None
 

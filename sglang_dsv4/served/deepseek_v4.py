@@ -44,7 +44,9 @@ class DeepseekV4ForCausalLM(nn.Module):
     ) -> Any:
         """One step of SGLang: input_ids [T], positions [T] -> logits where the host wants them."""
         backend = host.attention_backend()
-        hidden = self.model(input_ids, backend.metadata, backend.caches)
+        # The host passes on ids that a request made up; one such request must not end the server.
+        token_ids = input_ids.clamp(0, self.config.vocab_size - 1)
+        hidden = self.model(token_ids, backend.metadata, backend.caches)
         return self.logits_processor(input_ids, hidden, self.head, forward_batch)
 
     def load_weights(self, stream: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import urllib.error
 from collections.abc import Callable, Iterator
 
 import openai
@@ -120,6 +121,17 @@ def test_prompt_longer_than_the_context(client: openai.OpenAI, server: Server) -
         client.completions.create(model="m", prompt=STORY * 8, max_tokens=4)
     reply = client.completions.create(model="m", prompt="still here", max_tokens=2)
     assert reply.usage.completion_tokens == 2
+
+
+@pytest.mark.parametrize("ids", [[5, 400], [5, -1], [5, 1 << 40], []])
+def test_ids_outside_the_vocabulary_do_not_end_the_server(server: Server, ids: list[int]) -> None:
+    """Each is answered or refused by the host; either way the next request is served."""
+    try:
+        body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 2}}
+        assert len(server.request("/generate", body)["output_ids"]) <= 2
+    except urllib.error.HTTPError as error:
+        assert error.code == 400
+    assert len(server.generate([20, 21, 22], 2).tokens) == 2
 
 
 def test_more_requests_than_the_cache_holds(client: openai.OpenAI, server: Server) -> None:

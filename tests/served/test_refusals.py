@@ -135,8 +135,22 @@ def test_the_check_that_refuses(
     """The same check as above, called as the server calls it, without its start-up time."""
     folder = shutil.copytree(checkpoint, tmp_path / "changed")
     change(folder)
-    arguments = SimpleNamespace(model_path=str(folder), load_format="auto", tp_size=1)
+    arguments = SimpleNamespace(
+        model_path=str(folder), load_format="auto", tp_size=1, json_model_override_args="{}"
+    )
     with pytest.raises(SystemExit, match=re.escape(says)):
+        plugin._check_checkpoint(arguments)
+
+
+def test_overrides_of_the_config_are_checked(checkpoint: Path) -> None:
+    """Also where no weights are read."""
+    arguments = SimpleNamespace(
+        model_path=str(checkpoint),
+        load_format="dummy",
+        tp_size=1,
+        json_model_override_args='{"num_hidden_layers": 3}',
+    )
+    with pytest.raises(SystemExit, match="layer_types = 7 is refused: must be 3"):
         plugin._check_checkpoint(arguments)
 
 
@@ -161,6 +175,7 @@ class TestServerArguments:
         load_format="dummy",
         model_path="somewhere",
         tp_size=1,
+        json_model_override_args="{}",
         **plugin.UNSUPPORTED,
     )
 
