@@ -6,7 +6,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
 usage() {
     cat <<'END'
-Usage: scripts/demo.sh [--keep] [--checkpoint DIR] [--port N] [--cpu]
+Usage: scripts/demo.sh [--keep] [--checkpoint DIR] [--port N]
 
 Makes the environment (scripts/env.sh), makes a small DeepSeek-V4 checkpoint in .demo/tiny or reuses
 the one that is there, starts SGLang's own server with it, sends a completion and a chat request, each
@@ -16,11 +16,11 @@ the server.
   --keep             leave the server running, and print how to talk to it and how to stop it
   --checkpoint DIR   serve this checkpoint instead of the small one
   --port N           listen on this port of 127.0.0.1 (default: a free one)
-  --cpu              use the CPU although there is an NVIDIA GPU
   --help             show this
 
 The small checkpoint has random weights, so its answers are nonsense: it shows the whole path from a
-request to an answer, not what a trained model says.
+request to an answer, not what a trained model says. It runs on the CPU: this version has no GPU
+kernels.
 
 Exit codes: 0 everything worked, 1 something failed (the message says what), 2 wrong usage,
 130 or 143 interrupted (the server is stopped then too).
@@ -30,9 +30,6 @@ END
 keep=no
 checkpoint=
 port=
-device=cpu
-env_options=()
-if has_gpu; then device=cuda; fi
 while (($# > 0)); do
     case $1 in
         --keep) keep=yes ;;
@@ -41,9 +38,8 @@ while (($# > 0)); do
             if [[ $1 == --port ]]; then port=$2; else checkpoint=$2; fi
             shift
             ;;
-        --cpu) device=cpu && env_options=(--cpu) ;;
         --help | -h) usage && exit 0 ;;
-        *) usage >&2 && exit 2 ;;
+        *) printf 'error: unknown option %s; see --help\n' "$1" >&2 && exit 2 ;;
     esac
     shift
 done
@@ -57,7 +53,7 @@ if [[ -n $checkpoint ]]; then
 fi
 
 demo="$root/.demo"
-ready_limit=600 # seconds; a cold GPU start compiles kernels
+ready_limit=600 # seconds
 stop_limit=30
 server=
 
@@ -72,9 +68,9 @@ stop_server() {
             sleep 0.2
             waited=$((waited + 1))
         done
-        # Its worker processes end with it.
-        kill -KILL "$pid" 2>/dev/null || true
     fi
+    # Its workers are in its group; one that it had just started may have missed the signal.
+    kill -KILL -- "-$pid" 2>/dev/null || true
     wait "$pid" 2>/dev/null || true
 }
 trap stop_server EXIT
@@ -107,11 +103,12 @@ start_server() {
     local options=(
         --model-path "$checkpoint" --host 127.0.0.1 --port "$port"
         --skip-server-warmup --enable-cache-report
-        --max-total-tokens 16384 --context-length 4096 --max-running-requests 8
+        --max-total-tokens 16384 --context-length 4096 --max-running-requests 8 --device cpu
     )
-    if [[ $device == cpu ]]; then options+=(--device cpu); fi
     : >"$log"
-    nohup "$python" -m sglang.launch_server "${options[@]}" >>"$log" 2>&1 </dev/null &
+    # A session, and so a process group, of its own: Ctrl-C reaches this script only, which then
+    # ends the whole group.
+    setsid "$python" -m sglang.launch_server "${options[@]}" >>"$log" 2>&1 </dev/null &
     server=$!
 }
 
@@ -164,13 +161,13 @@ Stop it:
 END
 }
 
-bash "$root/scripts/env.sh" "${env_options[@]}"
+bash "$root/scripts/env.sh" --cpu
 
 # The server is reached directly, whatever proxy this machine uses for the rest.
 export no_proxy="127.0.0.1${no_proxy:+,$no_proxy}" NO_PROXY="127.0.0.1${NO_PROXY:+,$NO_PROXY}"
 export HF_HUB_OFFLINE=1
 # With more OpenMP threads a model this small becomes many times slower, not faster.
-if [[ $device == cpu ]]; then export OMP_NUM_THREADS=1; fi
+export OMP_NUM_THREADS=1
 
 mkdir -p "$demo"
 if [[ -n $checkpoint ]]; then

@@ -111,9 +111,7 @@ def choose(machine: Machine, named: str = "") -> Ops:
     reference is only taken where it is named. Raises SettingsError for an unknown op or provider,
     RuntimeError where nothing can run.
     """
-    known = {op: tuple(provider.name for provider in PROVIDERS[op]) for op in PROVIDERS}
-    every = tuple(dict.fromkeys(name for names in known.values() for name in names))
-    requested = parse_assignments(VARIABLE, named, {"all": every, **known})
+    requested = parse(named)
     default = requested.get("all")
     chosen = {op: _pick(op, machine, requested.get(op, default)) for op in PROVIDERS}
     functions = {
@@ -122,6 +120,13 @@ def choose(machine: Machine, named: str = "") -> Ops:
     }
     names = MappingProxyType({op: provider.name for op, provider in chosen.items()})
     return Ops(**functions, machine=machine, providers=names)
+
+
+def parse(named: str) -> dict[str, str]:
+    """Reads "op=provider,..." into op -> provider name; raises SettingsError for unknown names."""
+    known = {op: tuple(provider.name for provider in PROVIDERS[op]) for op in PROVIDERS}
+    every = tuple(dict.fromkeys(name for names in known.values() for name in names))
+    return parse_assignments(VARIABLE, named, {"all": every, **known})
 
 
 def _pick(op: str, machine: Machine, name: str | None) -> Provider:

@@ -172,6 +172,11 @@ def check_plugin() -> list[Row]:
     found = ", ".join(entry.value for entry in ours) or "not registered"
     if [entry.value for entry in ours] != [_PLUGIN_TARGET]:
         return [Row("plugin entry point", "fail", found, _PLUGIN_TARGET, _REINSTALL)]
+    chosen = Settings.read().plugins
+    if chosen and _PLUGIN_NAME not in [name.strip() for name in chosen.split(",")]:
+        remedy = f"unset SGLANG_PLUGINS, or add {_PLUGIN_NAME} to it"
+        found = f"SGLANG_PLUGINS={chosen} leaves {_PLUGIN_NAME} out"
+        return [Row("plugin entry point", "fail", found, "the plugin is loaded", remedy)]
     return [Row("plugin entry point", "ok", found), *_hook_rows(ours[0])]
 
 
@@ -198,7 +203,7 @@ def check_ops() -> list[Row]:
     try:
         ops = choose(Machine.probe(), Settings.read().ops)
     except (ValueError, RuntimeError) as error:
-        return [Row("ops", "fail", str(error), remedy="unset or correct SGLANG_DSV4_OPS")]
+        return [Row("ops", "fail", str(error), remedy="see SGLANG_DSV4_OPS in the README")]
     return [Row(f"op {op}", "ok", provider) for op, provider in ops.providers.items()]
 
 
@@ -241,7 +246,10 @@ def check_tokenizer(folder: Path) -> list[Row]:
     remedy = "copy the tokenizer's files from the original checkpoint"
     if not path.is_file():
         return [Row("tokenizer", "fail", "no tokenizer.json", "a fast tokenizer", remedy)]
-    known = Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True)
+    try:
+        known = Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True)
+    except Exception as error:  # the library raises nothing more precise
+        return [Row("tokenizer", "fail", f"{path}: {error}", "a fast tokenizer", remedy)]
     missing = [token for token in _CHAT_TOKENS if token not in known]
     if missing:
         found = f"no {' '.join(missing)}"

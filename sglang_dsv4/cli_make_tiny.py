@@ -128,7 +128,8 @@ def run(arguments: argparse.Namespace) -> int:
         f"{summary['path']}: {summary['parameters'] / 1e6:,.1f} M parameters,"
         f" {summary['bytes'] / 1e6:,.1f} MB in {len(summary['files'])} file(s),"
         f" layers {' '.join(summary['layers'])}\n"
-        f"try: python -m sglang.launch_server --model-path {summary['path']}"
+        f"try: OMP_NUM_THREADS=1 python -m sglang.launch_server --model-path {summary['path']} "
+        "--device cpu --max-total-tokens 16384 --skip-server-warmup"
     )
     return 0
 

@@ -130,8 +130,10 @@ class DSV4Config:
                 raise _refusal(field, token, f"below vocab_size = {self.vocab_size}")
 
     @classmethod
-    def from_checkpoint(cls, folder: str | Path) -> "DSV4Config":
-        """Reads `folder`/config.json; raises ConfigError, which names the file."""
+    def from_checkpoint(
+        cls, folder: str | Path, overrides: Mapping[str, Any] | None = None
+    ) -> "DSV4Config":
+        """Reads `folder`/config.json, changed by `overrides`; ConfigErrors name the file."""
         path = Path(folder) / "config.json"
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
@@ -142,7 +144,7 @@ class DSV4Config:
         if not isinstance(raw, dict):
             raise ConfigError(f"{path} holds a JSON {type(raw).__name__}: expected an object")
         try:
-            return cls.from_dict(raw)
+            return cls.from_dict(raw | dict(overrides or {}))
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
 
@@ -264,8 +266,7 @@ def _agreed(spellings: dict[str, Any], *, missing: str) -> Any:
 
 def _refuse_other_models(raw: Mapping[str, Any]) -> None:
     model_type = _required(raw, "model_type")
-    v41_only = ("text_config", "kv_source_layer_ids", "engram_layer_ids")
-    found = [field for field in v41_only if raw.get(field)]
+    found = [f for f in ("text_config", "kv_source_layer_ids", "engram_layer_ids") if raw.get(f)]
     if str(model_type).startswith("deepseek_v41") or (model_type == "deepseek_v4" and found):
         signs = [f"model_type = {json.dumps(model_type)}", *(f"it has {field}" for field in found)]
         raise ConfigError(

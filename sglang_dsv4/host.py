@@ -21,16 +21,17 @@ from sglang.srt.mem_cache import deepseek_v4_memory_pool as host_pool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.forward_context import get_attn_backend
 from sglang.srt.model_executor.pool_configurator import DSV4PoolConfigurator
-from sglang.srt.runtime_context import get_device, get_model
+from sglang.srt.runtime_context import get_device, get_model, get_schedule
 from sglang.srt.utils.hf_transformers.common import _CONFIG_REGISTRY
 
 from sglang_dsv4.attention.cache import PAGE, LayerCache
 from sglang_dsv4.attention.metadata import Batch
-from sglang_dsv4.config import DSV4Config, LayerKind
+from sglang_dsv4.config import ConfigError, DSV4Config, LayerKind
 from sglang_dsv4.parallel import Parallel
 
 logger = logging.getLogger(__name__)
 
+SPARE_WINDOW_PAGES = 4  # beside a chunk: its own partial pages, and the pages of a prefix hit
 RAW_CONFIG = "dsv4_raw_config"  # attribute of the host's config that keeps our config.json
 
 
@@ -46,7 +47,13 @@ class HostConfig(_CONFIG_REGISTRY["deepseek_v4"]):  # type: ignore[name-defined]
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         raw = dict(config_dict)
-        seen = raw | DSV4Config.from_dict(raw).host_fields()
+        try:
+            seen = raw | DSV4Config.from_dict(raw).host_fields()
+        except ConfigError as error:
+            raise SystemExit(
+                f"sglang-dsv4 cannot serve this config.json: {error}\n"
+                "SGLANG_PLUGINS=__none__ gives SGLang's built-in model."
+            ) from None
         # Formats are decided per tensor; the host would act on what one global field says.
         seen.pop("quantization_config", None)
         result = super().from_dict(seen, **kwargs)
@@ -232,6 +239,21 @@ class PoolSizing(DSV4PoolConfigurator):
     def _compressed_bytes_per_full_token(self, ratio: int) -> float:
         width = self.attn_head_dim + (self.indexer_head_dim if ratio == 4 else 0)
         return width * self.row_item_size / ratio
+
+    def _get_swa_tokens(self, full_token: int, page_size: int) -> int:
+        """Never fewer window rows than a chunk of prefill and the page of a prefix hit need: with
+        less, the host waits for rows to be freed that nobody holds."""
+        wanted = super()._get_swa_tokens(full_token, page_size)
+        chunk = min(get_schedule().chunked_prefill_size or self.context_len, self.context_len)
+        floor = -(-chunk // page_size) * page_size + SPARE_WINDOW_PAGES * page_size
+        if wanted < floor:
+            logger.warning(
+                "sglang-dsv4: %d window rows instead of %d: a chunk of %d tokens needs them",
+                floor,
+                wanted,
+                chunk,
+            )
+        return max(wanted, floor)
 
     def _bytes_per_request(self) -> float:
         """A request's window page with its rings, and its HCA state."""

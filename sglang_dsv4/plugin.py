@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from sglang_dsv4.settings import set_host_environment
+from sglang_dsv4.settings import Settings, set_host_environment
 
 ARCHITECTURE = "DeepseekV4ForCausalLM"
 BACKEND = "sglang_dsv4"
@@ -185,11 +185,12 @@ def _override(server_args: Any, hf_config: Any) -> dict[str, Any]:
     `server_args` still holds the user's own values: the host keeps what it declares apart.
     """
     if hf_config.model_type != "deepseek_v4":
-        raise SystemExit(
-            f"sglang-dsv4 serves model_type deepseek_v4, found {hf_config.model_type!r}; "
+        raise _refusal(
+            f"it serves model_type deepseek_v4, found {hf_config.model_type!r}; "
             "set SGLANG_PLUGINS=__none__ to serve it with SGLang's built-in model."
         )
     _check_options(server_args)
+    _check_settings()
     _check_checkpoint(server_args)
     return {
         "attention_backend": BACKEND,
@@ -198,32 +199,47 @@ def _override(server_args: Any, hf_config: Any) -> dict[str, Any]:
     }
 
 
+def _refusal(reason: str) -> SystemExit:
+    return SystemExit(f"sglang-dsv4 {version('sglang-dsv4')} cannot start: {reason}")
+
+
 def _check_options(server_args: Any) -> None:
     if server_args.page_size not in (None, PAGE_SIZE):
-        raise SystemExit(
+        raise _refusal(
             f"--page-size {server_args.page_size}: DeepSeek-V4's cache has pages of {PAGE_SIZE} "
             "tokens (64 CSA entries, 2 HCA entries). Leave the option out."
         )
     if server_args.kv_cache_dtype not in ROW_DTYPES:
-        raise SystemExit(
+        raise _refusal(
             f"--kv-cache-dtype {server_args.kv_cache_dtype}: this version keeps rows in BF16 "
             "(fp32 with --dtype float32). Use auto or bfloat16."
         )
     if server_args.dtype not in RUN_DTYPES:
-        raise SystemExit(f"--dtype {server_args.dtype}: use one of {', '.join(RUN_DTYPES)}.")
+        raise _refusal(f"--dtype {server_args.dtype}: use one of {', '.join(RUN_DTYPES)}.")
     if server_args.attention_backend not in (None, "dsv4", BACKEND):
-        raise SystemExit(
+        raise _refusal(
             f"--attention-backend {server_args.attention_backend}: the model brings its own, "
             f"{BACKEND}. Leave the option out."
         )
-    for option, accepted in UNSUPPORTED.items():
+    for option, default in UNSUPPORTED.items():
         found = getattr(server_args, option)
-        if found != accepted:
-            flag = "--" + option.replace("_", "-")
-            raise SystemExit(
-                f"{flag} {found}: this version supports {accepted} only. Leave the option out, or "
-                "set SGLANG_PLUGINS=__none__ for SGLang's built-in model."
+        if found != default:
+            raise _refusal(
+                f"--{option.replace('_', '-')} (given: {found}) is not supported in this version. "
+                "Leave the option out, or set SGLANG_PLUGINS=__none__ for SGLang's built-in model."
             )
+
+
+def _check_settings() -> None:
+    """Our own switches, before a process is started; what they name may still not run here."""
+    from sglang_dsv4 import backends, precision
+
+    settings = Settings.read()
+    try:
+        precision.parse(settings.precision)
+        backends.parse(settings.ops)
+    except ValueError as error:
+        raise _refusal(str(error)) from None
 
 
 def _check_checkpoint(server_args: Any) -> None:
@@ -235,13 +251,13 @@ def _check_checkpoint(server_args: Any) -> None:
     if not folder.is_dir():
         return
     try:
-        raw = json.loads((folder / "config.json").read_text())
-        config = DSV4Config.from_dict(raw | json.loads(server_args.json_model_override_args))
+        overrides = json.loads(server_args.json_model_override_args)
+        config = DSV4Config.from_checkpoint(folder, overrides)
         config.check_tensor_parallel(server_args.tp_size)
         if server_args.load_format in ("auto", "safetensors"):
             weights.check(folder, config)
     except ValueError as error:
-        raise SystemExit(f"sglang-dsv4 cannot serve {folder}:\n{error}") from None
+        raise _refusal(f"{folder} cannot be served:\n{error}") from None
 
 
 def _served_state() -> None:
@@ -260,10 +276,31 @@ def _served_state() -> None:
             "model_class": _path(runner.model),
             "attention_backend": _path(runner.attn_backend),
             "kv_pool": _path(runner.token_to_kv_pool),
+            "rows": str(runner.token_to_kv_pool.dtype).removeprefix("torch."),
             "ops": dict(runner.model.ops.providers),
         }
 
     owner._add_topology = add_topology
+
+
+def _request_check() -> None:
+    """Requests that the model cannot answer are refused (400) before they reach the scheduler."""
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+    native = TokenizerManager._validate_one_request
+    _expect(native, "self", "obj", "input_ids")
+
+    def validate(self: Any, obj: Any, input_ids: list[int] | None) -> None:
+        native(self, obj, input_ids)
+        vocab_size = self.model_config.vocab_size
+        strangers = [token for token in input_ids or () if not 0 <= token < vocab_size]
+        if strangers:
+            raise ValueError(f"token id {strangers[0]} is not in 0..{vocab_size - 1}")
+        for field in ("input_embeds", "positional_embed_overrides"):
+            if getattr(obj, field, None) is not None:
+                raise ValueError(f"{field}: the hash-routed layers need token ids, send input_ids")
+
+    TokenizerManager._validate_one_request = validate
 
 
 def _path(thing: Any) -> str:
@@ -278,6 +315,7 @@ HOOKS = (
     _pool_sizing,
     _model_override,
     _served_state,
+    _request_check,
 )
 
 

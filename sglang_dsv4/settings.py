@@ -19,12 +19,14 @@ class Settings:
 
     precision: str  # SGLANG_DSV4_PRECISION: "component=value,...", empty for the defaults
     ops: str  # SGLANG_DSV4_OPS: "op=provider,...", empty for the best provider of each
+    plugins: str = ""  # SGLANG_PLUGINS, which SGLang reads: the plugins to load, empty for all
 
     @classmethod
     def read(cls, environ: Mapping[str, str] = os.environ) -> "Settings":
         return cls(
             precision=environ.get("SGLANG_DSV4_PRECISION", ""),
             ops=environ.get("SGLANG_DSV4_OPS", ""),
+            plugins=environ.get("SGLANG_PLUGINS", ""),
         )
 
 

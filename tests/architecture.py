@@ -27,7 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("config", "settings", "parallel", "parameters"),
     ("precision", "tensor_table", "attention.cache", "attention.metadata"),
     ("host", "backends", "checkpoint", "tiny_weights"),
-    ("attention", "moe", "mhc", "weights", "dequant"),
+    ("attention", "moe", "weights"),
     ("model",),
     ("served", "cli_*"),
     ("cli", "plugin"),

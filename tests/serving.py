@@ -21,7 +21,7 @@ DEFAULT_OPTIONS = {
     "--device": "cpu",
     "--max-total-tokens": "16384",
     "--swa-full-tokens-ratio": "0.5",
-    "--context-length": "2304",
+    "--context-length": "2300",
     "--max-running-requests": "8",
     "--chunked-prefill-size": "2048",
     "--sleep-on-idle": "",

@@ -655,3 +655,9 @@ def test_render_indents_what_takes_several_lines() -> None:
         "            -> do it",
         "1 ok, 0 warnings, 1 failed",
     ]
+
+
+def test_doctor_sees_that_the_plugin_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_PLUGINS", "__none__")
+    (row,) = cli_doctor.check_plugin()
+    assert row.status == "fail" and "__none__" in row.found and "dsv4" in row.remedy

@@ -18,12 +18,17 @@ def test_every_hook_fits_the_pinned_sglang() -> None:
         "pool_sizing",
         "model_override",
         "served_state",
+        "request_check",
     ]
     assert all(fits for _, fits, _ in results), results
 
 
 # Each breaks one seam of the host before our plugin is loaded, as another version would.
 BREAKS = {
+    "model_class": "from sglang.srt.models import registry as m\n"
+    "m.ModelRegistry.resolve_model_cls = lambda name, strict: None",
+    "request_check": "from sglang.srt.managers import tokenizer_manager as m\n"
+    "m.TokenizerManager._validate_one_request = lambda self, obj: None",
     "config_class": "from sglang.srt.utils.hf_transformers import common as m\n"
     "del m._CONFIG_REGISTRY['deepseek_v4']",
     "kv_pool": "from sglang.srt.mem_cache import deepseek_v4_memory_pool as m\n"

@@ -123,14 +123,20 @@ def test_prompt_longer_than_the_context(client: openai.OpenAI, server: Server) -
     assert reply.usage.completion_tokens == 2
 
 
-@pytest.mark.parametrize("ids", [[5, 400], [5, -1], [5, 1 << 40], []])
-def test_ids_outside_the_vocabulary_do_not_end_the_server(server: Server, ids: list[int]) -> None:
-    """Each is answered or refused by the host; either way the next request is served."""
-    try:
-        body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 2}}
-        assert len(server.request("/generate", body)["output_ids"]) <= 2
-    except urllib.error.HTTPError as error:
-        assert error.code == 400
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"input_ids": [5, 384]},
+        {"input_ids": [5, -1]},
+        {"input_ids": [5, 1 << 40]},
+        {"input_ids": []},
+        {"input_embeds": [[0.1] * 128] * 5},
+    ],
+    ids=["id too large", "negative id", "id too large for 32 bits", "no ids", "embeddings"],
+)
+def test_impossible_requests_do_not_end_the_server(server: Server, asked: dict) -> None:
+    with pytest.raises(urllib.error.HTTPError, match="400"):
+        server.request("/generate", {**asked, "sampling_params": {"max_new_tokens": 2}})
     assert len(server.generate([20, 21, 22], 2).tokens) == 2
 
 

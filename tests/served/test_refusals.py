@@ -43,7 +43,7 @@ def refused(serve: Callable[..., Server], checkpoint: Path, tmp_path: Path) -> R
         ("kv_cache_dtype", "fp8_e5m2", "Use auto or bfloat16"),
         ("kv_cache_dtype", "fp8_e4m3", "Use auto or bfloat16"),
         ("page_size", "64", "pages of 256 tokens"),
-        ("tp_size", "3", "3"),
+        ("tp_size", "3", "tensor parallel size = 3 is refused"),
     ],
 )
 def test_unsupported_option(refused: Refused, option: str, value: str, says: str) -> None:
@@ -109,7 +109,7 @@ def misshape(tensors: dict[str, torch.Tensor]) -> None:
     [
         (truncate, "model.safetensors"),
         (change_tensors(add_unknown), "mystery_4"),
-        (change_config(model_type="deepseek_v41"), "deepseek_v41"),
+        (change_config(text_config={"hidden_size": 64}), "SGLANG_PLUGINS=__none__"),
     ],
     ids=["truncated", "unknown", "v4.1"],
 )
@@ -215,3 +215,19 @@ class TestServerArguments:
     def test_what_cannot_be_honoured_is_refused(self, option: str, value: Any) -> None:
         with pytest.raises(SystemExit, match=re.escape(str(value))):
             self.override(**{option: value})
+
+    @pytest.mark.parametrize(
+        ("variable", "value", "says"),
+        [
+            ("SGLANG_DSV4_PRECISION", "indexer_qk=fp8", "must be fp4 or full"),
+            ("SGLANG_DSV4_PRECISION", "nonsense", "write name=value"),
+            ("SGLANG_DSV4_OPS", "foo=reference", "'foo' is unknown"),
+            ("SGLANG_DSV4_OPS", "rms_norm=cuda", "must be reference"),
+        ],
+    )
+    def test_our_switches_are_read_early(
+        self, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, says: str
+    ) -> None:
+        monkeypatch.setenv(variable, value)
+        with pytest.raises(SystemExit, match=re.escape(says)):
+            self.override()
