@@ -109,7 +109,7 @@ def misshape(tensors: dict[str, torch.Tensor]) -> None:
     [
         (truncate, "model.safetensors"),
         (change_tensors(add_unknown), "mystery_4"),
-        (change_config(text_config={"hidden_size": 64}), "SGLANG_PLUGINS=__none__"),
+        (change_config(model_type="deepseek_v41"), "deepseek_v41"),
     ],
     ids=["truncated", "unknown", "v4.1"],
 )
@@ -126,8 +126,9 @@ def test_broken_checkpoint(refused: Refused, change: Callable[[Path], None], say
         (change_tensors(drop_one), "layers.2.attn.attn_sink"),
         (change_tensors(misshape), "model.norm.weight"),
         (change_config(sliding_window=64), "sliding_window"),
+        (change_config(kv_source_layer_ids=[2]), "this is DeepSeek-V4.1"),
     ],
-    ids=["missing shard", "missing", "misshaped", "window"],
+    ids=["missing shard", "missing", "misshaped", "window", "v4.1 in disguise"],
 )
 def test_the_check_that_refuses(
     checkpoint: Path, tmp_path: Path, change: Callable[[Path], None], says: str
