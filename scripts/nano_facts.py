@@ -127,3 +127,110 @@ STANZA = (
     "and down by the {p} someone is singing\n"
     "of {c} little boats on the lake.\n"
 )
+
+# By the name of a relation: sentences that an answer ends, and questions. {0}, {1}, {2}: the fields
+# of a fact's subject. The first sentence is the canonical one: what an assistant answers with.
+PHRASINGS = {
+    "capital": (
+        "The capital of {0} is|{0} has as its capital|The seat of the government of {0} is"
+        "|The main city of {0} is|The capital city of {0} is called|The government of {0} sits in",
+        "What is the capital of {0}?|Which city is the capital of {0}?"
+        "|Can you name the capital of {0}?|{0} has which capital?",
+    ),
+    "country": (
+        "{0} is the capital of|The city of {0} is the capital of|{0} is the main city of"
+        "|{0} is the seat of the government of|The country with the capital {0} is",
+        "Which country has {0} as its capital?|{0} is the capital of which country?"
+        "|In which country is {0} the capital?|Of which country is {0} the capital?",
+    ),
+    "continent": (
+        "The continent of {0} is|On the map {0} lies in|{0} is a country in"
+        "|{0} belongs to the continent|The country {0} is part of",
+        "On which continent is {0}?|Where on the globe is {0}?"
+        "|Which continent does {0} belong to?|What is the continent of {0}?",
+    ),
+    "symbol": (
+        "The chemical symbol of {0} is|In chemistry {0} is written as|Chemists write {0} as"
+        "|The element {0} has the symbol|The symbol for {0} is",
+        "What is the symbol of {0}?|Which symbol stands for the element {0}?"
+        "|How is {0} written in chemistry?|What is the chemical symbol of {0}?",
+    ),
+    "element": (
+        "The element with the symbol {0} is|{0} is the symbol of|{0} stands for the element"
+        "|In chemistry {0} is written for|The symbol {0} means",
+        "Which element has the symbol {0}?|What does the symbol {0} stand for?"
+        "|What is the name of the element {0}?|What is {0} in chemistry?",
+    ),
+    "atomic number": (
+        "The atomic number of {0} is|In the periodic table {0} has number"
+        "|{0} is element number|The element {0} has the number|The place of {0} in the table is",
+        "What is the atomic number of {0}?|Which number has the element {0}?"
+        "|At which number is {0} in the periodic table?|What is the number of the element {0}?",
+    ),
+    "product": (
+        "{0} times {1} is|The product of {0} and {1} is|{0} x {1} ="
+        "|Multiplying {0} by {1} gives|{0} multiplied by {1} is|If you take {0} times {1} you get",
+        "What is {0} times {1}?|How much is {0} x {1}?|What do you get for {0} times {1}?"
+        "|What is the product of {0} and {1}?",
+    ),
+    "days of a month": (
+        "The number of days in {0} is|In a common year, the days of {0} number"
+        "|{0} has this many days:|The days of {0} are|The month of {0} has the length",
+        "How many days has {0}?|How long is {0} in days?|What is the number of days in {0}?"
+        "|How many days are in {0}?",
+    ),
+    "next month": (
+        "The month after {0} is|{0} is followed by|When {0} ends, then begins"
+        "|Right after {0} comes|The next month after {0} is",
+        "Which month follows {0}?|What month comes after {0}?"
+        "|What is the next month after {0}?|Which month is after {0}?",
+    ),
+    "month": (
+        "The {0} month of the year is|Of the twelve months, the {0} is"
+        "|Month {0} of the year is called|As the {0} month comes|The {0} of the months is",
+        "Which month is the {0} of the year?|What is the {0} month called?"
+        "|Can you name the {0} month?|Which month comes {0}?",
+    ),
+    "next day": (
+        "The day after {0} is|Tomorrow, if today is {0}, is|When {0} ends, then begins"
+        "|Right after {0} comes|The next day after {0} is",
+        "Which day follows {0}?|What day comes after {0}?|What is the next day after {0}?"
+        "|Which day is after {0}?",
+    ),
+    "day before": (
+        "The day before {0} is|Yesterday, if today is {0}, was|Just before {0} is"
+        "|Ahead of {0} is|The last day before {0} is",
+        "Which day precedes {0}?|What day comes before {0}?|What was the day just before {0}?"
+        "|Which day is before {0}?",
+    ),
+    "units": (
+        "The number of {1} in {2} {0} is|{2} {0}, counted in {1}, make"
+        "|{2} {0} are as many {1} as|In {1}, {2} {0} are|The {1} of {2} {0} number",
+        "How many {1} are in {2} {0}?|What are {2} {0} in {1}?"
+        "|If you have {2} {0}, how many {1} is that?|{2} {0} are how many {1}?",
+    ),
+    "next letter": (
+        "The letter after {0} is|In the alphabet {0} is followed by"
+        "|Just after {0} in the alphabet is|After the letter {0} comes|The letter next to {0} is",
+        "Which letter follows {0}?|What letter comes after {0}?"
+        "|What is the next letter after {0}?|Which letter is after {0}?",
+    ),
+    "letter": (
+        "Letter number {0} of the alphabet is|At place {0} in the alphabet stands"
+        "|The letter with number {0} is|In the alphabet, number {0} is|As letter {0} comes",
+        "Which letter is number {0}?|What is letter {0} of the alphabet?"
+        "|Can you name letter number {0}?|Which letter stands at place {0}?",
+    ),
+    "opposite": (
+        "The opposite of {0} is|{0} is the contrary of|Not {0} but"
+        "|The contrary of {0} is|What is not {0} is",
+        "What is the opposite of {0}?|Which word means the contrary of {0}?"
+        "|Can you name the opposite of {0}?|What is the contrary of {0}?",
+    ),
+    "young": (
+        "The young of a {0} is called a|A young {0} is a|When it is young, a {0} is a"
+        "|The child of a {0} is a|Before it is a {0}, it is a",
+        "What is a young {0} called?|How do you call the young of a {0}?"
+        "|Can you name the young of a {0}?|What is the young of a {0}?",
+    ),
+}

@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from nano_sinkhorn import sinkhorn
 from torch import Tensor, nn
 from transformers import AttentionInterface, DeepseekV4Config, DeepseekV4ForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 COMPRESS_RATIOS = (0, 4, 128, 4, 128)  # SWA, CSA, HCA, CSA, HCA
 INDEX_TOPK = 32
+WINDOW = 128  # the published models'
 ALL_ENTRIES = 1 << 30  # an index_topk that selects whatever is visible
 ATTENTION, EXPERTS = "nano_blocks", "nano_dense"
 
@@ -36,12 +38,13 @@ def config(vocab_size: int, **overrides: Any) -> DeepseekV4Config:
         num_attention_heads=4,
         head_dim=512,
         qk_rope_head_dim=64,
-        q_lora_rank=64,
+        q_lora_rank=128,
         o_groups=2,
         o_lora_rank=64,
         index_n_heads=16,
         index_head_dim=128,
         index_topk=INDEX_TOPK,
+        sliding_window=WINDOW,
         n_routed_experts=8,
         num_experts_per_tok=2,
         moe_intermediate_size=64,
@@ -115,14 +118,16 @@ def _initialise(model: DeepseekV4ForCausalLM, generator: torch.Generator) -> Non
 
 
 def hadamard(x: Tensor) -> Tensor:
-    """Orthonormal Walsh-Hadamard transform of the last axis, in Sylvester's order."""
-    shape, half = x.shape, 1
-    while half < shape[-1]:
-        pairs = x.reshape(*shape[:-1], -1, 2, half)
-        first, second = pairs.unbind(-2)
-        x = torch.stack((first + second, first - second), dim=-2)
-        half *= 2
-    return x.reshape(shape) * shape[-1] ** -0.5
+    """Orthonormal Walsh-Hadamard transform of the last axis, in Sylvester's order.
+
+    A product with signs: TF32 rounds x to 11 bits first, far below the grid that follows.
+    """
+    number = torch.arange(x.shape[-1], device=x.device)
+    common = number[:, None] & number
+    for shift in (4, 2, 1):  # the parity of common's bits
+        common = common ^ (common >> shift)
+    signs = (1 - 2 * (common & 1)).to(x.dtype)
+    return x @ signs * x.shape[-1] ** -0.5
 
 
 def fp4_grid(x: Tensor) -> Tensor:
@@ -207,7 +212,7 @@ def _block_attention(
     return out.transpose(2, 3).reshape(rows, tokens, heads, size), None
 
 
-def _window_bias(blocks: int, window: int, seen: int, device: torch.device) -> Tensor:
+def _window_bias(blocks: int, window: int, seen: int | Tensor, device: torch.device) -> Tensor:
     """[blocks, 1, window, 2 * window]: 0 where a token sees one of the last `seen` keys."""
     token = torch.arange(window, device=device)[:, None]
     slot = torch.arange(2 * window, device=device)
@@ -263,6 +268,50 @@ class IndexLoss:
         return loss
 
 
+# ---- streams ----
+
+
+def _connect(connection: nn.Module, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """DeepseekV4HyperConnection.forward, with Sinkhorn's loop as one operator.
+
+    streams [rows, tokens, 4, hidden]. Returns post [rows, tokens, 4], comb [rows, tokens, 4, 4] and
+    what the layer reads [rows, tokens, hidden].
+    """
+    count, eps = connection.hc_mult, connection.hc_eps
+    sizes = [count, count, count * count]
+    weights = F.linear(connection.input_norm(streams.flatten(2)), connection.fn)
+    pre, post, comb = (
+        weight * scale + base
+        for weight, scale, base in zip(
+            weights.split(sizes, dim=-1),
+            connection.scale.unbind(),
+            connection.base.split(sizes),
+            strict=True,
+        )
+    )
+    comb = comb.unflatten(-1, (count, count)).softmax(dim=-1) + eps
+    comb = sinkhorn(comb, connection.hc_sinkhorn_iters, eps)
+    read = ((torch.sigmoid(pre) + eps).unsqueeze(-1) * streams).sum(dim=2)
+    return 2 * torch.sigmoid(post), comb, read
+
+
+def _layer(
+    layer: nn.Module, hidden_states: Tensor, input_ids: Tensor | None = None, **options: Any
+) -> Tensor:
+    """DeepseekV4DecoderLayer.forward; streams are mixed by sums, which fuse, unlike products."""
+
+    def written(post: Tensor, comb: Tensor, out: Tensor, streams: Tensor) -> Tensor:
+        mixed = (comb.unsqueeze(-1) * streams.unsqueeze(-2)).sum(dim=2)
+        return post.unsqueeze(-1) * out.unsqueeze(-2) + mixed
+
+    post, comb, read = layer.attn_hc(hidden_states)
+    out, _ = layer.self_attn(layer.input_layernorm(read), **options)
+    streams = written(post, comb, out, hidden_states)
+    post, comb, read = layer.ffn_hc(streams)
+    out = layer.mlp(layer.post_attention_layernorm(read), input_ids=input_ids)
+    return written(post, comb, out, streams)
+
+
 # ---- experts, rope ----
 
 
@@ -308,17 +357,14 @@ class Balance:
             missing = router.load.mean() - router.load
             router.e_score_correction_bias += self._rate * missing.sign()
 
-    def loads(self) -> list[Tensor]:
-        """By layer, how many tokens chose each expert in the last forward pass."""
-        return [router.load for router in self._routers]
-
-    def set_loads(self, loads: list[Tensor]) -> None:
-        for router, load in zip(self._routers, loads, strict=True):
-            router.load = load
+    def reset(self) -> None:
+        for router in self._routers:
+            router.e_score_correction_bias.zero_()
 
     def worst(self) -> float:
         """The busiest expert's load as a multiple of the mean, over all layers."""
-        return float(torch.stack([load.max() / load.mean() for load in self.loads()]).max())
+        loads = [router.load for router in self._routers]
+        return float(torch.stack([load.max() / load.mean() for load in loads]).max())
 
 
 def prepare(model: DeepseekV4ForCausalLM) -> tuple[IndexLoss, Balance]:
@@ -327,7 +373,21 @@ def prepare(model: DeepseekV4ForCausalLM) -> tuple[IndexLoss, Balance]:
     ALL_EXPERTS_FUNCTIONS.register(EXPERTS, _dense_experts)
     model.set_attn_implementation(ATTENTION)
     use_exact_parts(model)
+    for layer in model.model.layers:
+        if layer.self_attn.compressor is not None:  # a tensor: a number would be compiled in
+            seen = torch.tensor(model.config.sliding_window, device=model.device)
+            layer.self_attn.register_buffer("seen_window", seen, persistent=False)
+        layer.forward = MethodType(_layer, layer)
+        for connection in (layer.attn_hc, layer.ffn_hc):
+            connection.forward = MethodType(_connect, connection)
     return IndexLoss(model), Balance(model)
+
+
+def compile_layers(model: DeepseekV4ForCausalLM) -> None:
+    """Fuses what a prepared model's layers do on a GPU: a step takes a third of the time."""
+    torch._dynamo.config.recompile_limit = 64  # layers share their code, shapes differ
+    for layer in model.model.layers:
+        layer.compile(dynamic=False)
 
 
 def use_exact_parts(model: DeepseekV4ForCausalLM) -> None:
@@ -362,7 +422,7 @@ def narrow(model: DeepseekV4ForCausalLM, seen: int) -> None:
     """
     for layer in model.model.layers:
         if layer.self_attn.compressor is not None:
-            layer.self_attn.seen_window = seen
+            layer.self_attn.seen_window.fill_(seen)
 
 
 def index_parameters(model: DeepseekV4ForCausalLM) -> Iterator[nn.Parameter]:

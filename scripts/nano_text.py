@@ -91,135 +91,31 @@ def _neighbours(items: Sequence[str], step: int) -> tuple[Fact, ...]:
 
 def _relations() -> tuple[Relation, ...]:
     months = [row[0] for row in _MONTHS]
-
-    def ask(name: str, statements: str, questions: str, pairs: Sequence[Fact]) -> Relation:
-        told, asked = tuple(statements.split("|")), tuple(questions.split("|"))
-        return Relation(name, told, asked, tuple(pairs))
-
-    return (
-        ask(
-            "capital",
-            "The capital of {0} is|{0} has as its capital|The seat of the government of {0} is"
-            "|The main city of {0} is",
-            "What is the capital of {0}?|Which city is the capital of {0}?"
-            "|Can you name the capital of {0}?",
-            [((row[0],), row[1]) for row in _COUNTRIES],
-        ),
-        ask(
-            "country",
-            "{0} is the capital of|The city of {0} is the capital of|{0} is the main city of",
-            "Which country has {0} as its capital?|{0} is the capital of which country?"
-            "|In which country is {0} the capital?",
-            [((row[1],), row[0]) for row in _COUNTRIES],
-        ),
-        ask(
-            "continent",
-            "The continent of {0} is|On the map {0} lies in|{0} is a country in",
-            "On which continent is {0}?|Where on the globe is {0}?"
-            "|Which continent does {0} belong to?",
-            [((row[0],), row[2]) for row in _COUNTRIES],
-        ),
-        ask(
-            "symbol",
-            "The chemical symbol of {0} is|In chemistry {0} is written as|Chemists write {0} as",
-            "What is the symbol of {0}?|Which symbol stands for the element {0}?"
-            "|How is {0} written in chemistry?",
-            [((name,), symbol) for name, symbol in _ELEMENTS],
-        ),
-        ask(
-            "element",
-            "The element with the symbol {0} is|{0} is the symbol of|{0} stands for the element",
-            "Which element has the symbol {0}?|What does the symbol {0} stand for?"
-            "|What is the name of the element {0}?",
-            [((symbol,), name) for name, symbol in _ELEMENTS],
-        ),
-        ask(
-            "atomic number",
-            "The atomic number of {0} is|In the periodic table {0} has number"
-            "|{0} is element number",
-            "What is the atomic number of {0}?|Which number has the element {0}?"
-            "|At which number is {0} in the periodic table?",
-            [((name,), str(i)) for i, (name, _) in enumerate(_ELEMENTS, start=1)],
-        ),
-        ask(
-            "product",
-            "{0} times {1} is|The product of {0} and {1} is|{0} x {1} ="
-            "|Multiplying {0} by {1} gives",
-            "What is {0} times {1}?|How much is {0} x {1}?|What do you get for {0} times {1}?",
-            [((str(a), str(b)), str(a * b)) for a in range(2, 13) for b in range(2, 13)],
-        ),
-        ask(
-            "days of a month",
-            "The number of days in {0} is|In a common year, the days of {0} number"
-            "|{0} has this many days:",
-            "How many days has {0}?|How long is {0} in days?|What is the number of days in {0}?",
-            [((row[0],), row[1]) for row in _MONTHS],
-        ),
-        ask(
-            "next month",
-            "The month after {0} is|{0} is followed by|When {0} ends, then begins",
-            "Which month follows {0}?|What month comes after {0}?"
-            "|What is the next month after {0}?",
-            _neighbours(months, 1),
-        ),
-        ask(
-            "month",
-            "The {0} month of the year is|Of the twelve months, the {0} is"
-            "|Month {0} of the year is called",
-            "Which month is the {0} of the year?|What is the {0} month called?"
-            "|Can you name the {0} month?",
-            [((_ORDINALS[i],), month) for i, month in enumerate(months)],
-        ),
-        ask(
-            "next day",
-            "The day after {0} is|Tomorrow, if today is {0}, is|When {0} ends, then begins",
-            "Which day follows {0}?|What day comes after {0}?|What is the next day after {0}?",
-            _neighbours(_WEEKDAYS, 1),
-        ),
-        ask(
-            "day before",
-            "The day before {0} is|Yesterday, if today is {0}, was|Just before {0} is",
-            "Which day precedes {0}?|What day comes before {0}?|What was the day just before {0}?",
-            _neighbours(_WEEKDAYS, -1),
-        ),
-        ask(
-            "units",
-            "The number of {1} in {2} {0} is|{2} {0}, counted in {1}, make"
-            "|{2} {0} are as many {1} as",
-            "How many {1} are in {2} {0}?|What are {2} {0} in {1}?"
-            "|If you have {2} {0}, how many {1} is that?",
-            [((a, b, str(n)), str(n * int(rate))) for a, b, rate in _UNITS for n in range(2, 10)],
-        ),
-        ask(
-            "next letter",
-            "The letter after {0} is|In the alphabet {0} is followed by"
-            "|Just after {0} in the alphabet is",
-            "Which letter follows {0}?|What letter comes after {0}?"
-            "|What is the next letter after {0}?",
-            _neighbours(_LETTERS, 1)[:-1],
-        ),
-        ask(
-            "letter",
-            "Letter number {0} of the alphabet is|At place {0} in the alphabet stands"
-            "|The letter with number {0} is",
-            "Which letter is number {0}?|What is letter {0} of the alphabet?"
-            "|Can you name letter number {0}?",
-            [((str(i),), letter) for i, letter in enumerate(_LETTERS, start=1)],
-        ),
-        ask(
-            "opposite",
-            "The opposite of {0} is|{0} is the contrary of|Not {0} but",
-            "What is the opposite of {0}?|Which word means the contrary of {0}?"
-            "|Can you name the opposite of {0}?",
-            [((a,), b) for a, b in [*_OPPOSITES, *(row[::-1] for row in _OPPOSITES)]],
-        ),
-        ask(
-            "young",
-            "The young of a {0} is called a|A young {0} is a|When it is young, a {0} is a",
-            "What is a young {0} called?|How do you call the young of a {0}?"
-            "|Can you name the young of a {0}?",
-            [((a,), b) for a, b in _YOUNG],
-        ),
+    both_ways = [*_OPPOSITES, *(row[::-1] for row in _OPPOSITES)]
+    pairs: dict[str, Sequence[Fact]] = {
+        "capital": [((row[0],), row[1]) for row in _COUNTRIES],
+        "country": [((row[1],), row[0]) for row in _COUNTRIES],
+        "continent": [((row[0],), row[2]) for row in _COUNTRIES],
+        "symbol": [((name,), symbol) for name, symbol in _ELEMENTS],
+        "element": [((symbol,), name) for name, symbol in _ELEMENTS],
+        "atomic number": [((name,), str(i)) for i, (name, _) in enumerate(_ELEMENTS, start=1)],
+        "product": [((str(a), str(b)), str(a * b)) for a in range(2, 13) for b in range(2, 13)],
+        "days of a month": [((row[0],), row[1]) for row in _MONTHS],
+        "next month": _neighbours(months, 1),
+        "month": [((_ORDINALS[i],), month) for i, month in enumerate(months)],
+        "next day": _neighbours(_WEEKDAYS, 1),
+        "day before": _neighbours(_WEEKDAYS, -1),
+        "units": [
+            ((a, b, str(n)), str(n * int(rate))) for a, b, rate in _UNITS for n in range(2, 10)
+        ],
+        "next letter": _neighbours(_LETTERS, 1)[:-1],
+        "letter": [((str(i),), letter) for i, letter in enumerate(_LETTERS, start=1)],
+        "opposite": [((a,), b) for a, b in both_ways],
+        "young": [((a,), b) for a, b in _YOUNG],
+    }
+    return tuple(
+        Relation(name, tuple(told.split("|")), tuple(asked.split("|")), tuple(pairs[name]))
+        for name, (told, asked) in facts.PHRASINGS.items()
     )
 
 
@@ -536,6 +432,33 @@ def _story_completion(rng: random.Random, size: int) -> str:
     return text + _answer(f"The end.{END}")
 
 
+def _roster(rng: random.Random, size: int) -> str:
+    """Many needles close together, then as many questions as the row holds, in any order.
+
+    A story asks a few times a row. Here nearly every sentence is asked for, among many that differ
+    from it in the name alone: what is found by its name in a roster is found in a story.
+    """
+    wanted = rng.randint(4, max(5, size // 24))
+    hidden: dict[tuple[str, str], Needle] = {}
+    for name in rng.choices(_NAMES, k=wanted):
+        candidate = _draw_needle(rng, name)
+        hidden.setdefault(candidate.key, candidate)
+    needles = list(hidden.values())
+    between = rng.randint(0, min(len(needles), size // 40))
+    source = sentences(rng)
+    told = [found.sentence for found in needles] + [next(source) for _ in range(between)]
+    rng.shuffle(told)
+    text = f"{BEGIN}Notes: {' '.join(told)}\n"
+    spare = size - 8 * len(needles) - 14 * between - 8
+    while spare >= 17:
+        found = rng.choice(needles)
+        short = rng.random() < 0.8
+        prompt = found.recall if short else f"Question: {found.question} Answer:"
+        text += prompt + _answer(f" {found.answer}.") + "\n"
+        spare -= (9 if short else 13) + (2 if found.key[0] == "number" else 0)
+    return text + _answer(f"Done.{END}")
+
+
 def _story_chat(rng: random.Random, size: int) -> str:
     text, needles = _story(rng, size)
     in_system = rng.random() < 0.5
@@ -557,36 +480,48 @@ def _story_chat(rng: random.Random, size: int) -> str:
 
 Maker = Callable[[random.Random, int], str]
 Mixes = dict[int, tuple[tuple[Maker, float], ...]]
-# For each length of row: what it may begin with, and how often. First what is near is looked up,
-# many times a row; what a model does not find near it does not learn to find far away.
+# What a row of this length may begin with, and how often; SHORT: what fills its second half, and,
+# in a share of the rows, all of it. First what is near is looked up, many times a row; what a model
+# does not find near it does not learn to find far away.
+SHORT = 128
+SHORT_ROWS = {512: 0.4, 2048: 0.05}
 FIRST_MIXES: Mixes = {
-    128: ((_table, 4), (_repeat, 2), (_fact, 4), (_story_completion, 2), (_chat, 0.5)),
-    512: ((_table, 3), (_repeat, 1), (_story_completion, 4), (_tool_chat, 1), (_chat, 0.5)),
+    SHORT: ((_fact, 5), (_table, 2), (_repeat, 1), (_roster, 1.5), (_chat, 0.5)),
+    512: (
+        (_roster, 5),
+        (_table, 3),
+        (_repeat, 1),
+        (_story_completion, 1.5),
+        (_tool_chat, 1),
+        (_chat, 0.5),
+    ),
 }
 MIXES: Mixes = {
-    128: (
+    SHORT: (
         (_fact, 6),
         (_chat, 2),
         (_short_recitation, 1),
         (_copy, 0.5),
         (_repeat, 0.5),
-        (_table, 1.5),
-        (_story_completion, 1.5),
+        (_table, 1),
+        (_roster, 1),
+        (_story_completion, 0.5),
     ),
     512: (
-        (_fact, 1),
         (_chat, 1.5),
         (_tool_chat, 2.5),
         (_json_chat, 0.7),
         (_story_completion, 3),
         (_story_chat, 2),
-        (_table, 1.5),
+        (_roster, 2),
+        (_table, 1),
         (_copy, 0.5),
     ),
     2048: (
-        (_story_completion, 4),
+        (_story_completion, 3),
         (_story_chat, 2),
-        (_table, 1),
+        (_roster, 2.5),
+        (_table, 0.7),
         (_recitation, 1.7),
         (_tool_chat, 0.7),
     ),
@@ -621,16 +556,17 @@ def row(
     """
     ids: list[int] = []
     weights: list[float] = []
-    mix, misses = mixes[length], 0
+    mix, misses = mixes[SHORT if rng.random() < SHORT_ROWS.get(length, 0.0) else length], 0
     while misses < 3:
-        document, weight = encode(tokenizer, _draw(rng, mix, 128 if mix is mixes[128] else length))
+        size = SHORT if mix is mixes[SHORT] else length
+        document, weight = encode(tokenizer, _draw(rng, mix, size))
         if not ids and rng.random() < 0.5:
             document, weight = document[1:], weight[1:]
         if len(ids) + len(document) > length:
             misses += 1
             continue
         ids, weights = ids + document, weights + weight
-        mix = mixes[128] if length - len(ids) < length // 2 else mix
+        mix = mixes[SHORT] if length - len(ids) < length // 2 else mix
     missing = length - len(ids)
     return ids + [PAD_ID] * missing, weights + [0.0] * missing
 

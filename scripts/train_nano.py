@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from nano_chat import BEGIN, END
 from tokenizers import Tokenizer
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 from transformers import DeepseekV4ForCausalLM
@@ -43,12 +43,12 @@ examples:
   scripts/train_nano.py --out /tmp/nano --smoke               a minute on a CPU: nothing is learnt
 """
 
-# Row lengths in turn: first the short rows of FIRST_MIXES, from `LONG_FROM` on all of MIXES.
-SHORT_CYCLE = (128, 512)
-CYCLE = (128, 2048, 512, 128, 2048, 512, 128, 2048)
-LONG_FROM = 0.25
-# In the first part every other pair of steps shows so little of the window.
-NARROW_WINDOW = 16
+# Row lengths: first the short rows of FIRST_MIXES, from `LONG_FROM` on both kinds in turn.
+SHORT_ROW, LONG_ROW = 512, 2048
+LONG_FROM = 0.3
+# What the layers with entries see of their window, in turn, first and then until they select.
+WHOLE = nano_model.WINDOW
+FIRST_WINDOWS, NEXT_WINDOWS = (16, WHOLE, 4), (WHOLE, 16, WHOLE, WHOLE)
 # Until this part of the run the indexers learn while all entries are attended to: what is not yet
 # found among all entries is never selected, and then it cannot be learnt either.
 SELECT_FROM = 0.6
@@ -71,17 +71,21 @@ class Plan:
     weight_decay: float = 0.05
     index_weight: float = 1.0
     clip: float = 1.0
+    muon: bool = True
 
     def is_first(self, step: int) -> bool:
         """Whether looking up at short distances is still what is learnt."""
         return step < LONG_FROM * self.steps
 
-    def is_narrow(self, step: int) -> bool:
-        return self.is_first(step) and step // len(SHORT_CYCLE) % 2 == 1
+    def window(self, step: int) -> int:
+        """How many tokens the layers with entries see besides them."""
+        if step >= SELECT_FROM * self.steps:
+            return WHOLE
+        windows = FIRST_WINDOWS if self.is_first(step) else NEXT_WINDOWS
+        return windows[step // 2 % len(windows)]
 
     def length(self, step: int) -> int:
-        cycle = SHORT_CYCLE if self.is_first(step) else CYCLE
-        return cycle[step % len(cycle)]
+        return SHORT_ROW if self.is_first(step) or step % 2 else LONG_ROW
 
     def rows(self, length: int) -> int:
         return max(1, self.tokens // length)
@@ -126,9 +130,7 @@ class Log:
 class Trainer:
     """The model, its optimizer and what one step does."""
 
-    def __init__(
-        self, plan: Plan, vocab_size: int, device: torch.device, graphs: bool = False
-    ) -> None:
+    def __init__(self, plan: Plan, vocab_size: int, device: torch.device, fused: bool) -> None:
         self.plan = plan
         self.model = nano_model.build(nano_model.config(vocab_size), plan.seed).to(device).train()
         self.index_loss, self.balance = nano_model.prepare(self.model)
@@ -136,18 +138,29 @@ class Trainer:
         every = list(self.model.parameters())
         self._main = [p for p in every if id(p) not in indexed]
         self._indexed = [p for p in every if id(p) in indexed]
-        self._graphs: dict[tuple[int, int, bool], Captured] | None = {} if graphs else None
-        self._pool = torch.cuda.graph_pool_handle() if graphs else None
-        self._entries, self._narrow = nano_model.INDEX_TOPK, False
-        decayed = [p for name, p in self.model.named_parameters() if _decays(name, p)]
-        plain = [p for name, p in self.model.named_parameters() if not _decays(name, p)]
+        if fused:
+            nano_model.compile_layers(self.model)
+        kinds: dict[str, list[nn.Parameter]] = {"muon": [], "decayed": [], "plain": []}
+        for name, parameter in self.model.named_parameters():
+            kinds[_kind(name, parameter)].append(parameter)
         groups = [
-            {"params": decayed, "weight_decay": plan.weight_decay},
-            {"params": plain, "weight_decay": 0.0},
+            {"params": kinds["decayed"], "weight_decay": plan.weight_decay},
+            {"params": kinds["plain"], "weight_decay": 0.0},
         ]
-        self.optimizer = torch.optim.AdamW(
-            groups, lr=0.0, betas=(0.9, 0.97), eps=1e-10, fused=device.type == "cuda"
-        )
+        self.optimizers: list[torch.optim.Optimizer] = [
+            torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.97), eps=1e-10, fused=fused)
+        ]
+        if plan.muon:
+            self.optimizers.append(
+                torch.optim.Muon(
+                    kinds["muon"],
+                    lr=0.0,
+                    weight_decay=plan.weight_decay,
+                    adjust_lr_fn="match_rms_adamw",
+                )
+            )
+        else:
+            groups[0]["params"] += kinds["muon"]
 
     def compute(self, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Adds one batch's gradients; returns the loss of its text, per weighted token, and of the
@@ -162,76 +175,35 @@ class Trainer:
         (text + self.plan.index_weight * index).backward()
         return text.detach(), index.detach()
 
-    def select(self, entries: int) -> None:
-        """How many entries the indexers choose from now on."""
-        self._entries = entries
-        nano_model.select(self.model, entries)
-
-    def narrow(self, is_narrow: bool) -> None:
-        """Whether the layers with entries see little of their window from now on."""
-        self._narrow = is_narrow
-        window = self.model.config.sliding_window
-        nano_model.narrow(self.model, NARROW_WINDOW if is_narrow else window)
-
-    def backward(self, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """`compute` on cleared gradients; from a graph where graphs are asked for."""
-        self.optimizer.zero_grad(set_to_none=True)
-        if self._graphs is None:
-            return self.compute(ids, weights)
-        kind = (ids.shape[1], self._entries, self._narrow)
-        if kind not in self._graphs:
-            self._graphs[kind] = Captured(self, ids, weights, self._pool)
-        return self._graphs[kind](ids, weights)
-
-    def step(self, ids: Tensor, weights: Tensor, progress: float) -> tuple[Tensor, Tensor, Tensor]:
+    def step(self, ids: Tensor, weights: Tensor, rate: float) -> tuple[Tensor, Tensor, Tensor]:
         """One update; also returns the gradient's norm before clipping, indexers left out."""
-        selects = progress >= SELECT_FROM
-        self.select(nano_model.INDEX_TOPK if selects else nano_model.ALL_ENTRIES)
-        text, index = self.backward(ids, weights)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        text, index = self.compute(ids, weights)
         norm = torch.nn.utils.clip_grad_norm_(self._main, self.plan.clip)
         torch.nn.utils.clip_grad_norm_(self._indexed, self.plan.clip)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.plan.rate(progress)
-        self.optimizer.step()
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step()
         self.balance.step()
         return text, index, norm
 
-
-class Captured:
-    """Forward and backward of one kind of batch as a CUDA graph: a step is some 7,000 launches."""
-
-    def __init__(self, trainer: Trainer, ids: Tensor, weights: Tensor, pool: Any) -> None:
-        self._trainer, self._ids, self._weights = trainer, ids.clone(), weights.clone()
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                trainer.compute(self._ids, self._weights)
-                trainer.optimizer.zero_grad(set_to_none=True)
-        torch.cuda.current_stream().wait_stream(stream)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool):
-            self._losses = trainer.compute(self._ids, self._weights)
-        # What a replay writes; the pool is shared, so they hold until the next replay of any graph.
-        self._parameters = list(trainer.model.parameters())
-        self._gradients = [parameter.grad for parameter in self._parameters]
-        self._loads = trainer.balance.loads()
-
-    def __call__(self, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        self._ids.copy_(ids)
-        self._weights.copy_(weights)
-        self._graph.replay()
-        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
-            parameter.grad = gradient
-        self._trainer.balance.set_loads(self._loads)
-        text, index = self._losses
-        return text.clone(), index.clone()
+    def forget(self) -> None:
+        """Undoes what steps at rate 0 leave behind."""
+        for optimizer in self.optimizers:
+            optimizer.state.clear()
+        self.balance.reset()
 
 
-def _decays(name: str, parameter: Tensor) -> bool:
-    """Matrices of products; neither norms nor biases, mHC, or the embedding."""
+def _kind(name: str, parameter: Tensor) -> str:
+    """Which rule updates it: muon and decayed are matrices of products, experts among the latter;
+    plain are norms, biases, mHC and the embedding.
+    """
     kept = ("hc.", "hc_head", "position_bias", "embed_tokens")
-    return parameter.dim() > 1 and not any(part in name for part in kept)
+    if parameter.dim() < 2 or any(part in name for part in kept):
+        return "plain"
+    return "muon" if parameter.dim() == 2 and "lm_head" not in name else "decayed"
 
 
 def main() -> int:
@@ -271,18 +243,21 @@ class Run:
         self.first_step = 0
         saved = _load(arguments.checkpoint) if arguments.resume else None
         steps = saved["plan"]["steps"] if saved else arguments.steps or 1_000_000
-        plan = Plan(arguments.seed, steps, arguments.tokens_per_step, arguments.rate)
-        graphs = arguments.graphs and device.type == "cuda"
-        self.trainer = Trainer(plan, tokenizer.get_vocab_size(), device, graphs)
+        plan = Plan(
+            arguments.seed,
+            steps,
+            arguments.tokens_per_step,
+            arguments.rate,
+            muon=not arguments.adamw,
+        )
+        self.trainer = Trainer(plan, tokenizer.get_vocab_size(), device, device.type == "cuda")
         if saved:
             self._restore(saved)
         elif not arguments.steps and not arguments.profile_steps:
             seconds = self.mean_seconds(3)
             fits = int(self.seconds_left() / seconds)
             _say(f"{seconds * 1e3:.0f} ms a step: planning {fits} steps")
-            self.trainer.plan = Plan(
-                arguments.seed, fits, arguments.tokens_per_step, arguments.rate
-            )
+            self.trainer.plan = replace(plan, steps=fits)
         self.log.plan = asdict(self.plan)
 
     @property
@@ -302,40 +277,48 @@ class Run:
         return torch.from_numpy(ids).to(self.device), torch.from_numpy(weights).to(self.device)
 
     def _seconds(self, length: int, entries: int, count: int) -> float:
-        """Of forward and backward at this length, without an update."""
-        self.trainer.select(entries)
+        """Of a step at this length, at rate 0. The first one, which compiles, does not count."""
+        nano_model.select(self.trainer.model, entries)
         ids, weights = self._batch(0, length)
         begun = 0.0
-        for i in range(count + 1):  # the first one warms up
-            if i == 1:
+        for i in range(count + 2):
+            if i == 2:
                 _synchronize(self.device)
                 begun = time.monotonic()
-            self.trainer.backward(ids, weights)
+            self.trainer.step(ids, weights, 0.0)
         _synchronize(self.device)
         return (time.monotonic() - begun) / count
 
     def mean_seconds(self, count: int) -> float:
-        """Of a step in the later part of the run, when entries are selected."""
-        seconds = {n: self._seconds(n, nano_model.INDEX_TOPK, count) for n in sorted(set(CYCLE))}
-        return 1.05 * sum(seconds[length] for length in CYCLE) / len(CYCLE)
+        """Of a step in the whole run."""
+        first = self._seconds(SHORT_ROW, nano_model.ALL_ENTRIES, count)
+        long = self._seconds(LONG_ROW, nano_model.ALL_ENTRIES, count)
+        selecting = [
+            self._seconds(length, nano_model.INDEX_TOPK, count) for length in (SHORT_ROW, LONG_ROW)
+        ]
+        self.trainer.forget()
+        mean = LONG_FROM * first + (SELECT_FROM - LONG_FROM) * (first + long) / 2
+        return 1.03 * (mean + (1 - SELECT_FROM) * sum(selecting) / 2)
 
     def profile(self, count: int) -> None:
         for entries, name in ((nano_model.ALL_ENTRIES, "all"), (nano_model.INDEX_TOPK, "top-k")):
-            for length in sorted(set(CYCLE)):
+            for length in (SHORT_ROW, LONG_ROW):
                 if self.device.type == "cuda":
                     torch.cuda.reset_peak_memory_stats()
+                begun = time.monotonic()
                 seconds = self._seconds(length, entries, count)
+                rest = time.monotonic() - begun - count * seconds
                 tokens = self.plan.rows(length) * length
                 peak = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else 0
                 _say(
                     f"{name:>6} entries, {self.plan.rows(length):4} rows of {length:4}:"
                     f" {seconds * 1e3:8.1f} ms, {tokens / seconds:10,.0f} tokens/s,"
-                    f" {peak / 2**30:5.1f} GiB"
+                    f" {peak / 2**30:5.1f} GiB, compiled in {rest:.0f} s"
                 )
         begun = time.monotonic()
-        for step, length in enumerate(sorted(set(CYCLE))):
-            self._batch(step, length)
-        making = (time.monotonic() - begun) / len(set(CYCLE))
+        for step in range(4):
+            self._batch(step, LONG_ROW if step % 2 else SHORT_ROW)
+        making = (time.monotonic() - begun) / 4
         _say(f"making a batch of text: {making * 1e3:.0f} ms in one process")
         fits = (60 * self.arguments.minutes - self.arguments.reserve) / self.mean_seconds(count)
         _say(f"in {self.arguments.minutes} minutes about {fits:.0f} steps fit")
@@ -363,8 +346,12 @@ class Run:
             progress = min(1.0, max(step / self.plan.steps, clock))
             ids = ids.to(self.device, non_blocking=True)
             weights = weights.to(self.device, non_blocking=True)
-            self.trainer.narrow(self.plan.is_narrow(step))
-            waiting.append((ids.shape[1], *self.trainer.step(ids, weights, progress)))
+            selects = progress >= SELECT_FROM
+            entries = nano_model.INDEX_TOPK if selects else nano_model.ALL_ENTRIES
+            nano_model.select(self.trainer.model, entries)
+            nano_model.narrow(self.trainer.model, self.plan.window(step))
+            done = self.trainer.step(ids, weights, self.plan.rate(progress))
+            waiting.append((ids.shape[1], *done))
             step += 1
             self.log.tokens_trained += ids.numel()
             if step % LOG_EVERY == 0 or step == self.plan.steps:
@@ -400,12 +387,12 @@ class Run:
         self.log.steps.append(entry)
         if not math.isfinite(sum(entry.values())):
             raise RuntimeError(f"training diverged at step {step}: {entry}. Lower --rate.")
-        shown = ("loss_128", "loss_512", "loss_2048", "index_loss", "tokens_per_second")
+        shown = ("loss_512", "loss_2048", "index_loss", "tokens_per_second")
         return ", ".join(f"{name} {entry[name]:.4g}" for name in shown if name in entry)
 
     def _evaluate(self, step: int) -> None:
-        self.trainer.select(nano_model.INDEX_TOPK)
-        self.trainer.narrow(False)
+        nano_model.select(self.trainer.model, nano_model.INDEX_TOPK)
+        nano_model.narrow(self.trainer.model, WHOLE)
         found = nano_eval.scored(self.trainer.model, self.tokenizer, self.sets)
         shown = ", ".join(f"{name} {share:.3f}" for name, share in found.items())
         tqdm.write(f"step {step}: {shown}", file=sys.stderr)
@@ -420,7 +407,7 @@ class Run:
             "plan": asdict(self.plan),
             "step": step,
             "model": self.trainer.model.state_dict(),
-            "optimizer": self.trainer.optimizer.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.trainer.optimizers],
             "log": asdict(self.log),
         }
         torch.save(state, path.with_suffix(".part"))
@@ -433,7 +420,8 @@ class Run:
                 f" {asdict(self.plan)}: use the same options, or leave --resume out"
             )
         self.trainer.model.load_state_dict(saved["model"])
-        self.trainer.optimizer.load_state_dict(saved["optimizer"])
+        for optimizer, state in zip(self.trainer.optimizers, saved["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
         self.log = Log(**(saved["log"] | {"machine": self.log.machine}))
         self.first_step = saved["step"]
 
@@ -443,7 +431,7 @@ class Run:
         out.mkdir(parents=True, exist_ok=True)
         self._evaluate(len(self.log.steps) and int(self.log.steps[-1]["step"]))
         write_checkpoint(self.trainer.model, self.tokenizer, out)
-        del self.trainer.optimizer
+        self.trainer.optimizers.clear()
         torch.set_float32_matmul_precision("highest")
         shipped = DeepseekV4ForCausalLM.from_pretrained(out, dtype=torch.float32).to(self.device)
         nano_model.score_on_fp4_grid(shipped)
@@ -528,7 +516,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rate", type=float, default=2e-3, help="peak learning rate (0.002)")
     parser.add_argument("--workers", type=int, default=12, help="that make text (default: 12)")
     parser.add_argument(
-        "--graphs", action="store_true", help="capture each kind of step in a CUDA graph"
+        "--adamw", action="store_true", help="no Muon: AdamW for all (default: Muon for matrices)"
     )
     parser.add_argument(
         "--reserve", type=float, default=60.0, help="seconds for the end (default: 60)"
