@@ -9,7 +9,8 @@ through gradient, and the count of tokens per expert.
 # Attributes of transformers' modules have no types: mypy takes each for a Tensor or a Module.
 # mypy: disable-error-code="union-attr, operator, call-overload, assignment, arg-type, list-item"
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import wraps
 from types import MethodType
 from typing import Any
 
@@ -25,6 +26,19 @@ INDEX_TOPK = 32
 WINDOW = 128  # the published models'
 ALL_ENTRIES = 1 << 30  # an index_topk that selects whatever is visible
 ATTENTION, EXPERTS = "nano_blocks", "nano_dense"
+
+
+def fused(function: Callable[..., Any]) -> Callable[..., Any]:
+    """On a GPU a compiled `function` of tensors, the first of them first. Whole layers compile for
+    minutes, these parts for seconds; what they leave out moves fewer bytes than they save.
+    """
+    compiled = torch.compile(function, dynamic=False)
+
+    @wraps(function)
+    def choose(first: Tensor, *rest: Any) -> Any:
+        return (compiled if first.is_cuda else function)(first, *rest)
+
+    return choose
 
 
 def config(vocab_size: int, **overrides: Any) -> DeepseekV4Config:
@@ -143,9 +157,31 @@ def fp4_grid(x: Tensor) -> Tensor:
     return x + change
 
 
+@fused
+def _on_grid(x: Tensor) -> Tensor:
+    return fp4_grid(hadamard(x))
+
+
 def _score_on_grid(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     query, keys, hidden = inputs  # query and keys after their rope
-    return fp4_grid(hadamard(query)), fp4_grid(hadamard(keys)), hidden
+    return _on_grid(query), _on_grid(keys), hidden
+
+
+@fused
+def _index_scores(query: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
+    products = query.flatten(1, 2) @ keys.transpose(1, 2)
+    products = F.relu(products).unflatten(1, query.shape[1:3])
+    return (products * weights.unsqueeze(-1)).sum(dim=2)
+
+
+def _score(scorer: nn.Module, query: Tensor, keys: Tensor, hidden: Tensor) -> Tensor:
+    """DeepseekV4IndexerScorer.forward without a copy of all keys for every token.
+
+    query [rows, tokens, heads, 128]; keys [rows, entries, 128]; hidden [rows, tokens, hidden].
+    Returns [rows, tokens, entries].
+    """
+    scale = scorer.softmax_scale * scorer.weights_scaling
+    return _index_scores(query, keys, scorer.weights_proj(hidden) * scale)
 
 
 def _detached(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -181,9 +217,29 @@ def _block_attention(
     attention_mask [rows, 1, tokens, entries], 0 or -inf (see `forward`). Tokens are a multiple of
     the window. Returns [rows, tokens, heads, 512].
     """
-    rows, heads, tokens, size = query.shape
     window = module.sliding_window
-    seen = getattr(module, "seen_window", window)  # see `narrow`
+    seen = getattr(module, "seen_window", None)  # see `narrow`
+    out, near, far = _attend(query, key, attention_mask, module.sinks, seen, window, scaling)
+    loss = getattr(module, "index_loss", None)
+    if loss is not None:
+        loss.add(module, near, far)
+    return out, None
+
+
+@fused
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor,
+    sinks: Tensor,
+    seen: Tensor | None,
+    window: int,
+    scaling: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`_block_attention`, and its logits: [rows, blocks, heads, window, .], of the window with the
+    sink and of all entries without the mask.
+    """
+    rows, heads, tokens, size = query.shape
     blocks = tokens // window
     q = query.reshape(rows, heads, blocks, window, size).transpose(1, 2)
     own = key[:, 0, :tokens].reshape(rows, blocks, window, size)
@@ -192,28 +248,27 @@ def _block_attention(
     near_logits = q.flatten(2, 3) @ near.transpose(-1, -2)
     near_logits = near_logits.view(rows, blocks, heads, window, 2 * window) * scaling
     near_logits = near_logits + _window_bias(blocks, window, seen, query.device)
+    sink = sinks.view(1, 1, heads, 1, 1).expand(rows, blocks, heads, window, 1)
+    near_logits = torch.cat([near_logits, sink], dim=-1)
     far_logits = q.reshape(rows, -1, size) @ entries.transpose(-1, -2)
     far_logits = far_logits.view(rows, blocks, heads, window, -1) * scaling
-    sink = module.sinks.view(1, 1, heads, 1, 1).expand(rows, blocks, heads, window, 1)
-    parts = [near_logits, sink]
+    logits = near_logits
     if entries.shape[1]:
-        bias = attention_mask.view(rows, blocks, 1, window, -1)
-        parts.append(far_logits + bias)
-        loss = getattr(module, "index_loss", None)
-        if loss is not None:
-            loss.add(module, near_logits, far_logits, sink)
-    weights = torch.cat(parts, dim=-1).softmax(dim=-1)
+        logits = torch.cat([logits, far_logits + mask.view(rows, blocks, 1, window, -1)], dim=-1)
+    weights = logits.softmax(dim=-1)
     near_weights, far_weights = weights[..., : 2 * window], weights[..., 2 * window + 1 :]
-    out = near_weights.flatten(2, 3) @ near
-    out = out.view(rows, blocks, heads, window, size)
+    out = (near_weights.flatten(2, 3) @ near).view(rows, blocks, heads, window, size)
     if entries.shape[1]:
         far = far_weights.reshape(rows, -1, entries.shape[1]) @ entries
         out = out + far.view(rows, blocks, heads, window, size)
-    return out.transpose(2, 3).reshape(rows, tokens, heads, size), None
+    return out.transpose(2, 3).reshape(rows, tokens, heads, size), near_logits, far_logits
 
 
-def _window_bias(blocks: int, window: int, seen: int | Tensor, device: torch.device) -> Tensor:
-    """[blocks, 1, window, 2 * window]: 0 where a token sees one of the last `seen` keys."""
+def _window_bias(blocks: int, window: int, seen: Tensor | None, device: torch.device) -> Tensor:
+    """[blocks, 1, window, 2 * window]: 0 where a token sees one of the last `seen` keys, or of the
+    whole window.
+    """
+    seen = window if seen is None else seen
     token = torch.arange(window, device=device)[:, None]
     slot = torch.arange(2 * window, device=device)
     near = (slot > token + window - seen) & (slot <= token + window)
@@ -244,22 +299,13 @@ class IndexLoss:
     def _keep(self, scorer: nn.Module, _: Any, scores: Tensor) -> None:
         scorer.scores = scores if self.enabled else None  # [rows, tokens, entries]
 
-    def add(self, attention: nn.Module, near: Tensor, far: Tensor, sink: Tensor) -> None:
-        """Called by the layer's attention with its logits [rows, blocks, heads, window, .]."""
+    def add(self, attention: nn.Module, near: Tensor, far: Tensor) -> None:
+        """Called by the layer's attention with its logits (see `_attend`)."""
         if not self.enabled or not torch.is_grad_enabled():
             return
-        scores = attention.compressor.indexer.scorer.scores
-        rows, blocks, heads, window, count = far.shape
         rate = attention.compressor.compress_rate
-        tokens = torch.arange(blocks * window, device=far.device)
-        hidden = torch.arange(count, device=far.device) >= ((tokens + 1) // rate)[:, None]
-        with torch.no_grad():
-            visible = far.masked_fill(hidden.view(blocks, 1, window, count), float("-inf"))
-            every = torch.cat([near, sink, visible], dim=-1).softmax(dim=-1)
-            target = every[..., near.shape[-1] + 1 :].sum(dim=2).flatten(1, 2)
-        # A finite low score: where nothing is visible the target is 0, and 0 * -inf is no number.
-        predicted = scores.masked_fill(hidden, -1e4).log_softmax(dim=-1)
-        self._terms.append(-(target * predicted).sum() / target.sum().clamp(min=1e-6))
+        scores = attention.compressor.indexer.scorer.scores
+        self._terms.append(_index_loss(scores, near.detach(), far.detach(), rate))
 
     def take(self) -> Tensor:
         """The mean over the layers of the forward pass just done."""
@@ -277,32 +323,48 @@ def _connect(connection: nn.Module, streams: Tensor) -> tuple[Tensor, Tensor, Te
     streams [rows, tokens, 4, hidden]. Returns post [rows, tokens, 4], comb [rows, tokens, 4, 4] and
     what the layer reads [rows, tokens, hidden].
     """
-    count, eps = connection.hc_mult, connection.hc_eps
-    sizes = [count, count, count * count]
-    weights = F.linear(connection.input_norm(streams.flatten(2)), connection.fn)
-    pre, post, comb = (
-        weight * scale + base
-        for weight, scale, base in zip(
-            weights.split(sizes, dim=-1),
-            connection.scale.unbind(),
-            connection.base.split(sizes),
-            strict=True,
-        )
+    pre, post, comb = _connections(
+        streams.flatten(0, 1), connection.fn, connection.base, connection.scale, connection.hc_eps
     )
-    comb = comb.unflatten(-1, (count, count)).softmax(dim=-1) + eps
-    comb = sinkhorn(comb, connection.hc_sinkhorn_iters, eps)
-    read = ((torch.sigmoid(pre) + eps).unsqueeze(-1) * streams).sum(dim=2)
-    return 2 * torch.sigmoid(post), comb, read
+    comb = sinkhorn(comb, connection.hc_sinkhorn_iters, connection.hc_eps)
+    read = _read(pre, streams.flatten(0, 1))
+    return tuple(part.unflatten(0, streams.shape[:2]) for part in (post, comb, read))
+
+
+@fused
+def _connections(
+    streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """pre and post [tokens, 4], comb [tokens, 4, 4] before Sinkhorn, for streams [tokens, 4, .]."""
+    count = streams.shape[1]
+    flat = streams.flatten(1)
+    weights = F.linear(F.rms_norm(flat, flat.shape[1:], eps=1e-6), fn)
+    pre, post, comb = weights.split([count, count, count * count], dim=1)
+    pre_base, post_base, comb_base = base.split([count, count, count * count])
+    comb = (comb * scale[2] + comb_base).unflatten(1, (count, count)).softmax(dim=-1) + eps
+    pre = torch.sigmoid(pre * scale[0] + pre_base) + eps
+    return pre, 2 * torch.sigmoid(post * scale[1] + post_base), comb
+
+
+@fused
+def _read(pre: Tensor, streams: Tensor) -> Tensor:
+    return (pre.unsqueeze(-1) * streams).sum(dim=1)
+
+
+@fused
+def _written(post: Tensor, comb: Tensor, out: Tensor, streams: Tensor) -> Tensor:
+    """Streams [tokens, 4, hidden] mixed, with a layer's output; by sums, which fuse."""
+    mixed = (comb.unsqueeze(-1) * streams.unsqueeze(2)).sum(dim=1)
+    return post.unsqueeze(-1) * out.unsqueeze(1) + mixed
 
 
 def _layer(
     layer: nn.Module, hidden_states: Tensor, input_ids: Tensor | None = None, **options: Any
 ) -> Tensor:
-    """DeepseekV4DecoderLayer.forward; streams are mixed by sums, which fuse, unlike products."""
+    """DeepseekV4DecoderLayer.forward."""
 
-    def written(post: Tensor, comb: Tensor, out: Tensor, streams: Tensor) -> Tensor:
-        mixed = (comb.unsqueeze(-1) * streams.unsqueeze(-2)).sum(dim=2)
-        return post.unsqueeze(-1) * out.unsqueeze(-2) + mixed
+    def written(*parts: Tensor) -> Tensor:
+        return _written(*(part.flatten(0, 1) for part in parts)).unflatten(0, parts[0].shape[:2])
 
     post, comb, read = layer.attn_hc(hidden_states)
     out, _ = layer.self_attn(layer.input_layernorm(read), **options)
@@ -312,7 +374,21 @@ def _layer(
     return written(post, comb, out, streams)
 
 
-# ---- experts, rope ----
+@fused
+def _index_loss(scores: Tensor, near: Tensor, far: Tensor, rate: int) -> Tensor:
+    """One layer's: scores [rows, tokens, entries], logits as in `_attend`."""
+    blocks, window, count = far.shape[1], far.shape[3], far.shape[4]
+    tokens = torch.arange(blocks * window, device=far.device)
+    hidden = torch.arange(count, device=far.device) >= ((tokens + 1) // rate)[:, None]
+    visible = far.masked_fill(hidden.view(blocks, 1, window, count), float("-inf"))
+    every = torch.cat([near, visible], dim=-1).softmax(dim=-1)
+    target = every[..., near.shape[-1] :].sum(dim=2).flatten(1, 2)
+    # A finite low score: where nothing is visible the target is 0, and 0 * -inf is no number.
+    predicted = scores.masked_fill(hidden, -1e4).log_softmax(dim=-1)
+    return -(target * predicted).sum() / target.sum().clamp(min=1e-6)
+
+
+# ---- experts, norms, rope ----
 
 
 def _dense_experts(experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
@@ -326,6 +402,12 @@ def _dense_experts(experts: nn.Module, hidden: Tensor, index: Tensor, weights: T
     inner = experts._apply_gate(gate_up.view(len(hidden), experts.num_experts, -1))
     down = experts.down_proj.transpose(1, 2).flatten(0, 1)
     return (inner * shares[..., None]).flatten(1) @ down
+
+
+def _norm(norm: nn.Module, x: Tensor) -> Tensor:
+    """Both of transformers' root-mean-square norms as torch's one operator."""
+    eps = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
+    return F.rms_norm(x, x.shape[-1:], getattr(norm, "weight", None), eps)
 
 
 @torch.no_grad()
@@ -357,14 +439,21 @@ class Balance:
             missing = router.load.mean() - router.load
             router.e_score_correction_bias += self._rate * missing.sign()
 
+    def loads(self) -> list[Tensor]:
+        """By layer, how many tokens chose each expert in the last forward pass."""
+        return [router.load for router in self._routers]
+
+    def set_loads(self, loads: list[Tensor]) -> None:
+        for router, load in zip(self._routers, loads, strict=True):
+            router.load = load
+
     def reset(self) -> None:
         for router in self._routers:
             router.e_score_correction_bias.zero_()
 
     def worst(self) -> float:
         """The busiest expert's load as a multiple of the mean, over all layers."""
-        loads = [router.load for router in self._routers]
-        return float(torch.stack([load.max() / load.mean() for load in loads]).max())
+        return float(torch.stack([load.max() / load.mean() for load in self.loads()]).max())
 
 
 def prepare(model: DeepseekV4ForCausalLM) -> tuple[IndexLoss, Balance]:
@@ -380,14 +469,12 @@ def prepare(model: DeepseekV4ForCausalLM) -> tuple[IndexLoss, Balance]:
         layer.forward = MethodType(_layer, layer)
         for connection in (layer.attn_hc, layer.ffn_hc):
             connection.forward = MethodType(_connect, connection)
+    for indexer in indexers(model):
+        indexer.scorer.forward = MethodType(_score, indexer.scorer)
+    for module in model.modules():
+        if type(module).__name__ in ("DeepseekV4RMSNorm", "DeepseekV4UnweightedRMSNorm"):
+            module.forward = MethodType(_norm, module)
     return IndexLoss(model), Balance(model)
-
-
-def compile_layers(model: DeepseekV4ForCausalLM) -> None:
-    """Fuses what a prepared model's layers do on a GPU: a step takes a third of the time."""
-    torch._dynamo.config.recompile_limit = 64  # layers share their code, shapes differ
-    for layer in model.model.layers:
-        layer.compile(dynamic=False)
 
 
 def use_exact_parts(model: DeepseekV4ForCausalLM) -> None:

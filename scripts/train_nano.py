@@ -130,7 +130,9 @@ class Log:
 class Trainer:
     """The model, its optimizer and what one step does."""
 
-    def __init__(self, plan: Plan, vocab_size: int, device: torch.device, fused: bool) -> None:
+    def __init__(
+        self, plan: Plan, vocab_size: int, device: torch.device, captures: bool = False
+    ) -> None:
         self.plan = plan
         self.model = nano_model.build(nano_model.config(vocab_size), plan.seed).to(device).train()
         self.index_loss, self.balance = nano_model.prepare(self.model)
@@ -138,8 +140,9 @@ class Trainer:
         every = list(self.model.parameters())
         self._main = [p for p in every if id(p) not in indexed]
         self._indexed = [p for p in every if id(p) in indexed]
-        if fused:
-            nano_model.compile_layers(self.model)
+        self._captures = captures
+        self._graphs: dict[tuple[int, int], Captured] = {}
+        self._pool = torch.cuda.graph_pool_handle() if self._captures else None
         kinds: dict[str, list[nn.Parameter]] = {"muon": [], "decayed": [], "plain": []}
         for name, parameter in self.model.named_parameters():
             kinds[_kind(name, parameter)].append(parameter)
@@ -148,7 +151,7 @@ class Trainer:
             {"params": kinds["plain"], "weight_decay": 0.0},
         ]
         self.optimizers: list[torch.optim.Optimizer] = [
-            torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.97), eps=1e-10, fused=fused)
+            torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.97), eps=1e-10, fused=True)
         ]
         if plan.muon:
             self.optimizers.append(
@@ -175,11 +178,25 @@ class Trainer:
         (text + self.plan.index_weight * index).backward()
         return text.detach(), index.detach()
 
+    def differentiate(self, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """`compute` on cleared gradients; on a GPU from a graph, for it is thousands of launches."""
+        if not self._captures:
+            return self.compute(ids, weights)
+        kind = (ids.shape[1], nano_model.indexers(self.model)[0].index_topk)
+        if kind not in self._graphs:
+            try:
+                self._graphs[kind] = Captured(self, ids, weights, self._pool)
+            except RuntimeError as error:
+                _say(f"not captured, so launched one by one from here on: {error}")
+                self._captures = False
+                return self.compute(ids, weights)
+        return self._graphs[kind](ids, weights)
+
     def step(self, ids: Tensor, weights: Tensor, rate: float) -> tuple[Tensor, Tensor, Tensor]:
         """One update; also returns the gradient's norm before clipping, indexers left out."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
-        text, index = self.compute(ids, weights)
+        text, index = self.differentiate(ids, weights)
         norm = torch.nn.utils.clip_grad_norm_(self._main, self.plan.clip)
         torch.nn.utils.clip_grad_norm_(self._indexed, self.plan.clip)
         for optimizer in self.optimizers:
@@ -194,6 +211,39 @@ class Trainer:
         for optimizer in self.optimizers:
             optimizer.state.clear()
         self.balance.reset()
+
+
+class Captured:
+    """Forward and backward for one shape of batch as a CUDA graph."""
+
+    def __init__(self, trainer: Trainer, ids: Tensor, weights: Tensor, pool: Any) -> None:
+        self._trainer, self._ids, self._weights = trainer, ids.clone(), weights.clone()
+        parameters = list(trainer.model.parameters())
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                trainer.compute(self._ids, self._weights)
+                for parameter in parameters:
+                    parameter.grad = None
+        torch.cuda.current_stream().wait_stream(stream)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, pool=pool):
+            self._losses = trainer.compute(self._ids, self._weights)
+        # What a replay writes; the pool is shared, so they hold until the next replay of any graph.
+        self._gradients = [(parameter, parameter.grad) for parameter in parameters]
+        self._loads = trainer.balance.loads()
+
+    def __call__(self, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """The losses, as `Trainer.compute`; gradients as after it."""
+        self._ids.copy_(ids)
+        self._weights.copy_(weights)
+        self._graph.replay()
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+        self._trainer.balance.set_loads(self._loads)
+        text, index = self._losses
+        return text.clone(), index.clone()
 
 
 def _kind(name: str, parameter: Tensor) -> str:
@@ -250,7 +300,8 @@ class Run:
             arguments.rate,
             muon=not arguments.adamw,
         )
-        self.trainer = Trainer(plan, tokenizer.get_vocab_size(), device, device.type == "cuda")
+        captures = device.type == "cuda" and not arguments.eager
+        self.trainer = Trainer(plan, tokenizer.get_vocab_size(), device, captures)
         if saved:
             self._restore(saved)
         elif not arguments.steps and not arguments.profile_steps:
@@ -515,6 +566,9 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--rate", type=float, default=2e-3, help="peak learning rate (0.002)")
     parser.add_argument("--workers", type=int, default=12, help="that make text (default: 12)")
+    parser.add_argument(
+        "--eager", action="store_true", help="no CUDA graphs: launch kernels one by one"
+    )
     parser.add_argument(
         "--adamw", action="store_true", help="no Muon: AdamW for all (default: Muon for matrices)"
     )

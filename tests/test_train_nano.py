@@ -125,8 +125,8 @@ def test_index_loss_is_cross_entropy_with_the_attention(model: Any) -> None:
     attention.compressor.indexer.scorer.scores = scores
     far = torch.full((1, 1, 4, 128, 32), -1e4)
     far[..., 3] = 1e4  # entry 3, which tokens from 15 on see
-    sink, near = torch.zeros(1, 1, 4, 128, 1), torch.zeros(1, 1, 4, 128, 256)
-    model.index_loss.add(attention, near, far, sink)
+    near = torch.zeros(1, 1, 4, 128, 257)  # the window and the sink
+    model.index_loss.add(attention, near, far)
     seen = torch.arange(32) < ((torch.arange(128) + 1) // 4)[:, None]
     wanted = scores.masked_fill(~seen, float("-inf")).log_softmax(-1)[0, 15:, 3]
     torch.testing.assert_close(model.index_loss.take(), -wanted.mean())
@@ -185,11 +185,14 @@ def test_plan_rates_and_lengths() -> None:
     assert plan.rate(1.0) == pytest.approx(train_nano.LAST_RATE)
     first = [step for step in range(1000) if plan.is_first(step)]
     assert first == list(range(round(1000 * train_nano.LONG_FROM)))
-    narrow = {step for step in range(1000) if plan.is_narrow(step)}
-    assert {step % 4 for step in narrow} == {2, 3} and 2 * len(narrow) in range(246, 254)
-    assert {plan.length(step) for step in first} == set(nano_text.FIRST_MIXES) == {128, 512}
-    assert {plan.length(step) for step in range(len(first), 1000)} == {128, 512, 2048}
-    assert plan.rows(2048) * 2048 == plan.rows(128) * 128 == 32768
+    selecting = round(1000 * train_nano.SELECT_FROM)
+    windows = [plan.window(step) for step in range(1000)]
+    assert set(windows[: len(first)]) == set(train_nano.FIRST_WINDOWS)
+    assert set(windows[len(first) : selecting]) == set(train_nano.NEXT_WINDOWS)
+    assert set(windows[selecting:]) == {train_nano.WHOLE}
+    assert {plan.length(step) for step in first} == {512}
+    assert {plan.length(step) for step in range(len(first), 1000)} == {512, 2048}
+    assert plan.rows(2048) * 2048 == plan.rows(512) * 512 == 32768
 
 
 def run(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
