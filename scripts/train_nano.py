@@ -179,7 +179,7 @@ class Trainer:
         return text.detach(), index.detach()
 
     def differentiate(self, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """`compute` on cleared gradients; on a GPU from a graph, for it is thousands of launches."""
+        """`compute` on cleared gradients; on a GPU from a graph: it is thousands of launches."""
         if not self._captures:
             return self.compute(ids, weights)
         kind = (ids.shape[1], nano_model.indexers(self.model)[0].index_topk)

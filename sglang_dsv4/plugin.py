@@ -6,6 +6,7 @@ ours would be worse than none, so every failure here becomes SystemExit, which i
 
 import inspect
 import json
+import logging
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -13,12 +14,19 @@ from typing import Any
 
 from sglang_dsv4.settings import Settings, set_host_environment
 
+logger = logging.getLogger(__name__)
+
 ARCHITECTURE = "DeepseekV4ForCausalLM"
 BACKEND = "sglang_dsv4"
 SERVED_PACKAGE = "sglang_dsv4.served"
 PAGE_SIZE = 256
 ROW_DTYPES = ("auto", "bf16", "bfloat16")
 RUN_DTYPES = ("auto", "bfloat16", "float32", "float")
+# The host's parsers of this model's answers, none of which it takes by itself.
+PARSERS = {
+    "tool_call_parser": ("deepseekv4", "tool calls"),
+    "reasoning_parser": ("deepseek-v4", "reasoning"),
+}
 
 # Options that this version cannot honour, and the only value that it accepts of each: SGLang's
 # default. Some would otherwise do nothing, which is worse.
@@ -192,6 +200,7 @@ def _override(server_args: Any, hf_config: Any) -> dict[str, Any]:
     _check_options(server_args)
     _check_settings()
     _check_checkpoint(server_args)
+    _warn_of_missing_parsers(server_args)
     return {
         "attention_backend": BACKEND,
         "kv_cache_dtype": "bfloat16",
@@ -258,6 +267,18 @@ def _check_checkpoint(server_args: Any) -> None:
             weights.check(folder, config)
     except ValueError as error:
         raise _refusal(f"{folder} cannot be served:\n{error}") from None
+
+
+def _warn_of_missing_parsers(server_args: Any) -> None:
+    """What is not parsed reaches the client as text in `content`, and nothing there says why."""
+    for field, (parser, what) in PARSERS.items():
+        if getattr(server_args, field) is None:
+            option = "--" + field.replace("_", "-")
+            logger.warning(
+                "sglang-dsv4: %s is not given, so a chat's answers hold %s as plain text. To have "
+                "it parsed, add %s %s.",
+                *(option, what, option, parser),
+            )
 
 
 def _served_state() -> None:

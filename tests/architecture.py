@@ -24,12 +24,17 @@ PACKAGES = {
 # that are not above it. A new module needs a place here; a package stands for all its modules, but
 # for those that are named on their own. `cli_*` are the subcommands.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("config", "settings", "parallel", "parameters"),
-    ("precision", "tensor_table", "attention.cache", "attention.metadata"),
-    ("host", "backends", "checkpoint", "tiny_weights"),
-    ("attention", "moe", "weights"),
+    ("config", "settings", "parallel", "parameters", "graph_safety_rules", "graph_safety_kinds"),
+    ("precision", "tensor_table", "attention.cache", "attention.metadata", "graph_safety_calls"),
+    ("host", "backends", "checkpoint", "tiny_weights", "nano_demo_server", "graph_safety_static"),
+    (
+        *("attention", "moe", "weights", "nano_demo_plot", "nano_demo_questions"),
+        "graph_safety_trace",
+    ),
     ("model",),
-    ("served", "cli_*"),
+    ("served", "cli_make_tiny", "graph_safety_step"),
+    ("graph_safety",),
+    ("cli_*",),
     ("cli", "plugin"),
 )
 IMPORTS_NOTHING_OF_OURS = {"config", "settings"}

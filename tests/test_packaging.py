@@ -19,6 +19,16 @@ import pytest
 PYPROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
 FOLDERS = PYPROJECT["tool"]["setuptools"]["package-dir"]  # installed name -> folder
 VERSION = PYPROJECT["project"]["version"]
+NANO_FILES = {
+    "README.md",
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "training.json",
+}
+NANO_LIMIT = 16_000_000  # bytes of model.safetensors: whoever installs the package downloads it
 
 # Run inside an environment, with an argument for each module to import: where they come from.
 REPORT = """
@@ -135,6 +145,28 @@ def test_wheel_holds_every_file_and_nothing_else(wheel: Path, repository: Path) 
     assert f"{info}/licenses/LICENSE" in names
 
 
+def test_wheel_holds_the_checkpoint_of_the_demo(wheel: Path, repository: Path) -> None:
+    """Whole, byte for byte, and small."""
+    archive = zipfile.ZipFile(wheel)
+    folder = "sglang_dsv4/nano/"
+    found = {name for name in archive.namelist() if name.startswith(folder)}
+    assert found == {folder + name for name in NANO_FILES}
+    assert archive.getinfo(folder + "model.safetensors").file_size <= NANO_LIMIT
+    for name in found:
+        assert archive.read(name) == (repository / name).read_bytes(), name
+
+
+def test_demo_of_the_wheel_finds_its_checkpoint(wheel_python: Path, tmp_path: Path) -> None:
+    statement = (
+        "from sglang_dsv4 import cli_demo, weights; from sglang_dsv4.config import DSV4Config;"
+        "print(weights.check(cli_demo.NANO, DSV4Config.from_checkpoint(cli_demo.NANO)));"
+        "print(cli_demo.NANO)"
+    )
+    shown = run([wheel_python, "-c", statement], tmp_path)
+    assert shown.splitlines()[-1].startswith(str(wheel_python.parents[1]))
+    assert "--ask" in run([wheel_python.parent / "sglang-dsv4", "demo", "--help"], tmp_path)
+
+
 def test_packages_are_the_folders_with_code(repository: Path) -> None:
     listed = set(PYPROJECT["tool"]["setuptools"]["packages"])
     on_disk = {name.rpartition("/")[0] for name in files_on_disk(repository) if name[-3:] == ".py"}
@@ -207,6 +239,8 @@ def test_sglang_is_pinned_in_one_place(repository: Path) -> None:
         for folder in (*set(FOLDERS.values()), "scripts", ".ci")
         for file in sorted((repository / folder).rglob("*"))
         if file.is_file() and "__pycache__" not in file.parts
-        if version.group(1) in file.read_text() or re.search(r"sglang==\d", file.read_text())
+        # A checkpoint is no text, but bytes that are not UTF-8 hide no version either.
+        for text in [file.read_text(errors="replace")]
+        if version.group(1) in text or re.search(r"sglang==\d", text)
     ]
     assert not repeated, f"{repeated}: read the version from pyproject.toml or the metadata"
