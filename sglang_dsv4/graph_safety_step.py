@@ -1,0 +1,164 @@
+"""The decode step that graph safety looks at: a small model of ours over caches of its own."""
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import TypeVar
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from sglang_dsv4 import precision, tiny_weights, weights
+from sglang_dsv4.attention.cache import PAGE, LayerCache, allocate
+from sglang_dsv4.attention.metadata import Batch, build
+from sglang_dsv4.backends import Ops
+from sglang_dsv4.config import DSV4Config
+from sglang_dsv4.model import Model
+from sglang_dsv4.parallel import Parallel
+from sglang_dsv4.parameters import Weight
+
+CONTEXT = 1024  # tokens that a request may have: the bound that the host knows
+PAGES = CONTEXT // PAGE  # of one request
+
+T = TypeVar("T")
+
+
+class SmallLM(nn.Module):
+    """Body and LM head under the names that the loader knows."""
+
+    def __init__(self, config: DSV4Config, ops: Ops) -> None:
+        super().__init__()
+        self.model = Model(config, precision.parse(""), ops, Parallel())
+        self.head = Weight(config.vocab_size, config.hidden_size)
+
+
+def small_lm(config: DSV4Config, ops: Ops, device: str) -> SmallLM:
+    """The model with random weights in fp32, or with no values at all on "meta"."""
+    lm = SmallLM(config, ops)
+    if device == "meta":
+        return lm.to(device)
+    drawn = (
+        (entry.name, tiny_weights.values(entry, torch.float32, seed=0))
+        for entry in tiny_weights.vendor_entries(config)
+    )
+    weights.load(lm, drawn, config, rank=0, size=1)
+    return lm.to(device)
+
+
+def caches(config: DSV4Config, requests: int, device: str) -> tuple[LayerCache, ...]:
+    """Caches for `requests` requests of CONTEXT tokens, filled with positive numbers."""
+    pages = 1 + requests * PAGES
+    made = allocate(
+        config,
+        pages=pages,
+        window_pages=pages,
+        requests=requests + 1,
+        dtype=torch.float32,
+        device=device,
+    )
+    generator = torch.Generator().manual_seed(0)
+    for cache in made if device != "meta" else ():
+        for state in vars(cache).values():
+            if isinstance(state, torch.Tensor):
+                state.copy_(torch.rand(state.shape, generator=generator) + 0.5)
+        cache.kv[0] = 0
+    return made
+
+
+def decode_batch(lengths: Sequence[int | None]) -> Batch:
+    """One new token for each request on the CPU; lengths: tokens before it, None for padding.
+
+    Request number r has slot r + 1 and pages of its own, as far as its length needs them.
+    """
+    table = torch.zeros(len(lengths), PAGES, dtype=torch.int64)
+    for row, length in enumerate(lengths):
+        if length is not None:
+            used = length // PAGE + 1
+            table[row, :used] = 1 + row * PAGES + torch.arange(used)
+    prefix = torch.tensor([length or 0 for length in lengths])
+    slots = [0 if length is None else row + 1 for row, length in enumerate(lengths)]
+    return Batch(
+        positions=prefix,
+        request=torch.arange(len(lengths)),
+        request_slots=torch.tensor(slots),
+        prefix_lens=prefix.clone(),
+        new_lens=torch.ones_like(prefix),
+        page_table=table,
+        window_map=torch.arange((1 + len(lengths) * PAGES) * PAGE),
+        max_len=CONTEXT,
+    )
+
+
+def to_device(value: T, device: str) -> T:
+    """A copy of a dataclass with its tensors on the device."""
+    copies = {
+        field.name: torch.empty_like(item, device=device).copy_(item)
+        if isinstance(item, torch.Tensor)
+        else item
+        for field in fields(value)  # type: ignore[arg-type]
+        for item in [getattr(value, field.name)]
+    }
+    return type(value)(**copies)
+
+
+class DecodeStep:
+    """One decode step over static inputs: metadata, every layer, logits.
+
+    lm has `model` and `head`; caches: a LayerCache per layer; batch gives the inputs' shapes. All
+    of them belong on the device already, but for the batch.
+    """
+
+    def __init__(
+        self,
+        lm: nn.Module,
+        window: int,
+        caches: tuple[LayerCache, ...],
+        batch: Batch,
+        device: str,
+    ) -> None:
+        self.lm, self.window, self.caches = lm, window, caches
+        self.batch = to_device(batch, device)
+        self.ids = torch.zeros(batch.positions.shape[0], dtype=torch.int64, device=device)
+
+    def fill(self, ids: Sequence[int], batch: Batch) -> None:
+        """Copy a step's inputs into the static ones."""
+        self.ids.copy_(torch.tensor(ids))
+        for field in fields(Batch):
+            target = getattr(self.batch, field.name)
+            if isinstance(target, torch.Tensor):
+                target.copy_(getattr(batch, field.name))
+
+    @torch.no_grad()
+    def run(self) -> torch.Tensor:
+        """Logits [rows, V] fp32."""
+        rows = self.caches[0].window_rows
+        meta = build(self.batch, window=self.window, window_rows=rows)
+        hidden = self.lm.model(self.ids, meta, self.caches)  # type: ignore[operator]
+        return functional.linear(hidden.float(), self.lm.head.weight.float())  # type: ignore
+
+
+class HostSync(RuntimeError):
+    """The step made the host wait for the device; the cause carries the line."""
+
+
+def capture(step: DecodeStep) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    """Warm the step up, run it where any host sync is an error, capture it under the same.
+
+    Returns the graph and the logits that each replay overwrites. Raises HostSync.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step.run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step.run()
+        with torch.cuda.graph(graph):
+            logits = step.run()
+    except RuntimeError as error:
+        raise HostSync(str(error).partition("\n")[0]) from error
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return graph, logits
