@@ -1,5 +1,6 @@
 """The model card and the picture of a training run. As a script: draws FOLDER/training.png."""
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -100,7 +101,7 @@ def plot(path: Path, log: dict[str, Any]) -> bool:
 
     figure, (losses, shares) = pyplot.subplots(2, 1, figsize=(9, 9), sharex=True)
     steps = log["steps"]
-    for name in ("loss_128", "loss_512", "loss_2048", "index_loss"):
+    for name in ("loss_512", "loss_2048", "index_loss"):
         points = [(entry["step"], entry[name]) for entry in steps if name in entry]
         if points:
             losses.plot(*zip(*points, strict=True), label=name.replace("_", " "))
@@ -121,6 +122,17 @@ def plot(path: Path, log: dict[str, Any]) -> bool:
 
 
 if __name__ == "__main__":
-    folder = Path(sys.argv[1])
-    if not plot(folder / "training.png", json.loads((folder / "training.json").read_text())):
-        sys.exit("matplotlib is not installed: no training.png")
+    parser = argparse.ArgumentParser(
+        description="Draws training.png from a run's training.json.",
+        epilog="example:\n  scripts/nano_card.py /tmp/nano",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("folder", type=Path, help="what train_nano.py --out named")
+    parser.add_argument("--png", type=Path, help="(default: training.png in that folder)")
+    arguments = parser.parse_args()
+    log_path = arguments.folder / "training.json"
+    if not log_path.is_file():
+        parser.error(f"{log_path} is not there: name the folder that train_nano.py --out wrote")
+    png = arguments.png or arguments.folder / "training.png"
+    if not plot(png, json.loads(log_path.read_text())):
+        sys.exit("matplotlib is not installed: pip install matplotlib")
