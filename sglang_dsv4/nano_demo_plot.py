@@ -135,10 +135,10 @@ def draw(
 ) -> None:
     """Writes a PNG of SIZE pixels. item_bytes: of one cached value; page: tokens of a page."""
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    inches = tuple(pixels / _DOTS for pixels in SIZE)
-    figure = Figure(figsize=inches, dpi=_DOTS, layout="constrained")
-    figure.get_layout_engine().set(h_pad=0.15)
+    inches = (SIZE[0] / _DOTS, SIZE[1] / _DOTS)
+    figure = Figure(figsize=inches, dpi=_DOTS, layout=ConstrainedLayoutEngine(h_pad=0.15))
     layers, cache, pages = figure.subplots(3, 1, height_ratios=(5, 2.4, 3.6))
     _draw_layers(layers, parameters(config))
     _draw_cache(cache, cache_rows(config, item_bytes, page), config.sliding_window)

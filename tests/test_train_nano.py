@@ -17,8 +17,11 @@ import oracle
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 sys.path.append(str(SCRIPTS))
 nano_eval = importlib.import_module("nano_eval")
+nano_layers = importlib.import_module("nano_layers")
 nano_model = importlib.import_module("nano_model")
+nano_sinkhorn = importlib.import_module("nano_sinkhorn")
 nano_text = importlib.import_module("nano_text")
+nano_trainer = importlib.import_module("nano_trainer")
 train_nano = importlib.import_module("train_nano")
 
 VOCAB = 512
@@ -45,7 +48,7 @@ def test_prepared_model_is_transformers_model(
     plain.load_state_dict(model.state_dict())
     plain.save_pretrained(tmp_path)
     reference = oracle.load(tmp_path, indexer_fp4=False)
-    monkeypatch.setattr(nano_model, "fp4_grid", lambda x: x)
+    monkeypatch.setattr(nano_layers, "fp4_grid", lambda x: x)
     with torch.no_grad():
         ours = nano_model.forward(model, ids)
         theirs = reference(input_ids=ids, use_cache=False).logits
@@ -73,7 +76,7 @@ def test_narrow_window_hides_what_is_near(model: Any, ids: torch.Tensor) -> None
 
     def difference() -> torch.Tensor:
         outputs = [
-            nano_model._block_attention(attention, query, k, k, mask, 512**-0.5)[0]
+            nano_layers.block_attention(attention, query, k, k, mask, 512**-0.5)[0]
             for k in (key, changed)
         ]
         return (outputs[0] - outputs[1]).abs().amax(dim=(0, 2, 3))
@@ -88,7 +91,7 @@ def test_narrow_window_hides_what_is_near(model: Any, ids: torch.Tensor) -> None
 
 def test_fp4_grid_and_its_gradient() -> None:
     x = torch.randn(3, 128, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    out = nano_model.fp4_grid(nano_model.hadamard(x))
+    out = nano_layers.fp4_grid(nano_layers.hadamard(x))
     torch.testing.assert_close(out, oracle.fp4_grid(oracle.hadamard(x)), atol=1e-6, rtol=0)
     weights = torch.randn(3, 128, generator=torch.Generator().manual_seed(1))
     (out * weights).sum().backward()
@@ -172,24 +175,47 @@ def test_scoring_agrees_with_generating() -> None:
 def test_one_batch_can_be_learnt() -> None:
     """The loss of one small batch falls by half in a few steps."""
     tokenizer = nano_text.train_tokenizer()
-    plan = train_nano.Plan(seed=0, steps=100, tokens=128, peak_rate=2e-3)
-    trainer = train_nano.Trainer(plan, tokenizer.get_vocab_size(), torch.device("cpu"))
+    plan = nano_trainer.Plan(seed=0, steps=100, tokens=128, peak_rate=2e-3)
+    trainer = nano_trainer.Trainer(plan, tokenizer.get_vocab_size(), torch.device("cpu"))
     ids, weights = map(torch.from_numpy, nano_text.batch(0, 0, tokenizer, 128, 1))
     losses = [float(trainer.step(ids, weights, 0.03 + 0.01 * i)[0]) for i in range(10)]
     assert losses[-1] < losses[0] / 2
 
 
+def test_sinkhorn_and_its_gradient() -> None:
+    """One operator gives what transformers' loop gives, and what autograd makes of that loop."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 2 * torch.randn(3, 37, 4, 4, generator=generator) + 4 * torch.eye(4)
+    slope = torch.randn(logits.shape, generator=generator)
+
+    def loop(x: torch.Tensor) -> torch.Tensor:
+        x = x / (x.sum(dim=-2, keepdim=True) + 1e-6)
+        for _ in range(19):
+            x = x / (x.sum(dim=-1, keepdim=True) + 1e-6)
+            x = x / (x.sum(dim=-2, keepdim=True) + 1e-6)
+        return x
+
+    found = []
+    for normalise in (loop, lambda x: nano_sinkhorn.sinkhorn(x, 20, 1e-6)):
+        x = (logits.softmax(-1) + 1e-6).requires_grad_()
+        out = normalise(x)
+        out.backward(slope)
+        found.append((out.detach(), x.grad))
+    torch.testing.assert_close(found[1][0], found[0][0])
+    torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-4, atol=1e-4)
+
+
 def test_plan_rates_and_lengths() -> None:
-    plan = train_nano.Plan(seed=0, steps=1000, tokens=32768, peak_rate=1.0)
-    assert plan.rate(0.0) == 0.0 and plan.rate(train_nano.WARM_UP) == 1.0
-    assert plan.rate(1.0) == pytest.approx(train_nano.LAST_RATE)
+    plan = nano_trainer.Plan(seed=0, steps=1000, tokens=32768, peak_rate=1.0)
+    assert plan.rate(0.0) == 0.0 and plan.rate(nano_trainer.WARM_UP) == 1.0
+    assert plan.rate(1.0) == pytest.approx(nano_trainer.LAST_RATE)
     first = [step for step in range(1000) if plan.is_first(step)]
-    assert first == list(range(round(1000 * train_nano.LONG_FROM)))
-    selecting = round(1000 * train_nano.SELECT_FROM)
+    assert first == list(range(round(1000 * nano_trainer.LONG_FROM)))
+    selecting = round(1000 * nano_trainer.SELECT_FROM)
     windows = [plan.window(step) for step in range(1000)]
-    assert set(windows[: len(first)]) == set(train_nano.FIRST_WINDOWS)
-    assert set(windows[len(first) : selecting]) == set(train_nano.NEXT_WINDOWS)
-    assert set(windows[selecting:]) == {train_nano.WHOLE}
+    assert set(windows[: len(first)]) == set(nano_trainer.FIRST_WINDOWS)
+    assert set(windows[len(first) : selecting]) == set(nano_trainer.NEXT_WINDOWS)
+    assert set(windows[selecting:]) == {nano_trainer.WHOLE}
     assert {plan.length(step) for step in first} == {512}
     assert {plan.length(step) for step in range(len(first), 1000)} == {512, 2048}
     assert plan.rows(2048) * 2048 == plan.rows(512) * 512 == 32768
