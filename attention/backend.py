@@ -9,8 +9,9 @@ from sglang_dsv4.attention.metadata import Metadata, build
 class DSV4Backend(host.AttentionBackend):
     """Builds each forward's metadata and hands layers their caches.
 
-    Lengths are read on the device only. Metadata holds copies of the page table and of window rows,
-    so layers never read what the scheduler may overwrite while a step is running.
+    Lengths are read on the device only, from the host's static buffers, so a captured step builds
+    its metadata itself. Metadata holds copies of the page table and of window rows: what the
+    scheduler may overwrite while a step is running is read before the first layer and never after.
     """
 
     needs_cpu_seq_lens = False
@@ -23,8 +24,11 @@ class DSV4Backend(host.AttentionBackend):
         self.window = int(runner.model_config.window_size)
         self.metadata: Metadata | None = None
 
-    def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Called by the host before each eager forward."""
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Nothing to keep: the tensors of a captured step live in its graph's own memory."""
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        """Called by the host before the layers: in each eager forward, and within each capture."""
         batch = host.batch(
             forward_batch,
             req_to_token=self.req_to_token_pool.req_to_token,

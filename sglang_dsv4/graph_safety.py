@@ -47,7 +47,14 @@ PACKAGES = {
 }
 
 # Findings that are no fault. At most five; one that matches nothing is reported.
-ALLOWED: tuple[Allowed, ...] = ()
+ALLOWED: tuple[Allowed, ...] = (
+    Allowed(
+        "attention/backend.py",
+        "DSV4Backend.init_forward_metadata_in_graph",
+        "host-state",
+        "hands the layers of the same capture their tensors; a replay rewrites these in place",
+    ),
+)
 
 # Captured, but not reached by the step that is run here, since it needs SGLang around it. What is
 # called *_in_graph, SGLang's name for metadata that is built during the capture, is added.
@@ -55,8 +62,6 @@ IN_GRAPH = ("sglang_dsv4.served.deepseek_v4:DeepseekV4ForCausalLM.forward",)
 
 # Host code of ours around the graph: it may do what a step may not.
 OUTSIDE: Mapping[str, str] = {
-    "sglang_dsv4.host:batch": "describes the scheduler's batch before the step",
-    "sglang_dsv4.attention.backend:DSV4Backend.init_forward_metadata": "called before the step",
     "sglang_dsv4.attention.cache:allocate": "start-up: makes the caches",
     "sglang_dsv4.attention.rope:rope_frequencies": "start-up: a table of each layer",
     "sglang_dsv4.backends:choose": "start-up: picks the ops",
@@ -180,7 +185,8 @@ def check(
 
 
 def _outcome(name: str, findings: Sequence[Finding], detail: str) -> Check:
-    return Check(name, "failed" if findings else "ok", f"{detail}; {len(findings)} findings")
+    count = sum(not any(entry.covers(finding) for entry in ALLOWED) for finding in findings)
+    return Check(name, "failed" if count else "ok", f"{detail}; {count} findings")
 
 
 def make_step(

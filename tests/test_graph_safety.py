@@ -269,7 +269,8 @@ def test_coverage_names_what_a_step_must_reach(report: Report) -> None:
     assert ("attention/indexer.py", "Indexer.forward") in ran
     others = {item.function: item.how for item in report.covered if item.how != "ran"}
     assert others["DeepseekV4ForCausalLM.forward"] == "in graph"
-    assert report.lines == sum(item.lines for item in report.covered) > 500
+    checked = [item.lines for item in report.covered if item.how != "device code"]
+    assert report.lines == sum(checked) > 500
     assert not any("graph_safety" in item.file for item in report.covered)
 
 
@@ -377,7 +378,8 @@ def test_wrappers_of_kernels_are_checked_and_kernels_are_not(
     how = {item.function: item.how for item in covered if item.file.endswith("kernels_x.py")}
     assert how == {"rms_norm": "provider", "_launch": "provider", "_norm_kernel": "device code"}
     found = graph_safety.check_source(package, steps.seen, covered)
-    assert [(one.rule, one.line) for one in found] == ([("scalar", 16)] if fault else [])
+    planted = [(one.rule, one.line) for one in found if one.file.endswith("kernels_x.py")]
+    assert planted == ([("scalar", 16)] if fault else [])
 
 
 def test_provider_without_source_is_told(
@@ -541,8 +543,8 @@ def test_command_prints_the_inventory(capsys: pytest.CaptureFixture[str]) -> Non
     assert re.search(r"^  dispatch +skipped +only the source was asked for$", text, re.M)
     assert "  attention/layer.py: Attention.forward, Attention._keys, Attention._project" in text
     assert "DeepseekV4ForCausalLM.forward (in graph)" in text
-    assert "  sglang_dsv4.host:batch: describes the scheduler's batch before the step" in text
-    assert "allowed exceptions: none" in text
+    assert "  sglang_dsv4.weights:load: start-up: loading" in text
+    assert "DSV4Backend.init_forward_metadata_in_graph: host-state, 1 found: " in text
 
 
 def test_command_in_json(
@@ -556,10 +558,10 @@ def test_command_in_json(
     assert content["allowed"] == [
         {"file": LAYER, "function": FORWARD, "rule": "item", "reason": "a reason", "matches": 0}
     ]
-    (finding,) = content["findings"]
+    (finding,) = [one for one in content["findings"] if one["rule"] != "host-state"]
     assert finding["rule"] == "table" and finding["fix"] and finding["why"]
     assert content["functions"] and content["lines"] > 500
-    assert [check["status"] for check in content["checks"]] == ["ok", "skipped", "skipped"]
+    assert [check["status"] for check in content["checks"]] == ["failed", "skipped", "skipped"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA GPU")
