@@ -324,6 +324,20 @@ def _request_check() -> None:
     TokenizerManager._validate_one_request = validate
 
 
+def _penalties() -> None:
+    """Repetition penalties uncompiled: the host compiles three operators at the first request that
+    wants one, which stalls a CPU, and ends the server where there is no C++ compiler.
+    """
+    from sglang.srt.sampling import sampling_batch_info
+    from sglang.srt.sampling.penaltylib import repetition_penalty
+
+    plain = inspect.unwrap(repetition_penalty.apply_scaling_penalties)
+    _expect(plain, "logits", "scaling_penalties")
+    assert hasattr(sampling_batch_info, "apply_scaling_penalties")
+    for module in (repetition_penalty, sampling_batch_info):
+        module.apply_scaling_penalties = plain
+
+
 def _path(thing: Any) -> str:
     return f"{type(thing).__module__}.{type(thing).__qualname__}"
 
@@ -337,6 +351,7 @@ HOOKS = (
     _model_override,
     _served_state,
     _request_check,
+    _penalties,
 )
 
 

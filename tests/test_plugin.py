@@ -19,6 +19,7 @@ def test_every_hook_fits_the_pinned_sglang() -> None:
         "model_override",
         "served_state",
         "request_check",
+        "penalties",
     ]
     assert all(fits for _, fits, _ in results), results
 
@@ -29,6 +30,8 @@ BREAKS = {
     "m.ModelRegistry.resolve_model_cls = lambda name, strict: None",
     "request_check": "from sglang.srt.managers import tokenizer_manager as m\n"
     "m.TokenizerManager._validate_one_request = lambda self, obj: None",
+    "penalties": "from sglang.srt.sampling.penaltylib import repetition_penalty as m\n"
+    "m.apply_scaling_penalties = lambda logits: None",
     "config_class": "from sglang.srt.utils.hf_transformers import common as m\n"
     "del m._CONFIG_REGISTRY['deepseek_v4']",
     "kv_pool": "from sglang.srt.mem_cache import deepseek_v4_memory_pool as m\n"
