@@ -95,11 +95,13 @@ class Trainer:
         self._main = [p for p in every if id(p) not in indexed]
         self._indexed = [p for p in every if id(p) in indexed]
         self._captures = captures
-        self._graphs: dict[tuple[int, int], Captured] = {}
+        self._graphs: dict[tuple[int, Any], Captured] = {}
         self._pool = torch.cuda.graph_pool_handle() if self._captures else None
         kinds: dict[str, list[nn.Parameter]] = {"muon": [], "decayed": [], "plain": []}
         for name, parameter in self.model.named_parameters():
             kinds[_kind(name, parameter)].append(parameter)
+        if not plan.muon:
+            kinds["decayed"] += kinds["muon"]
         groups = [
             {"params": kinds["decayed"], "weight_decay": plan.weight_decay},
             {"params": kinds["plain"], "weight_decay": 0.0},
@@ -116,8 +118,6 @@ class Trainer:
                     adjust_lr_fn="match_rms_adamw",
                 )
             )
-        else:
-            groups[0]["params"] += kinds["muon"]
 
     def compute(self, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Adds one batch's gradients; returns the loss of its text, per weighted token, and of the
