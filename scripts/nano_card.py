@@ -1,3 +1,4 @@
+#!/usr/bin/env python
 """The model card and the picture of a training run. As a script: draws FOLDER/training.png."""
 
 import argparse

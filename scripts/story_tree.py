@@ -158,7 +158,7 @@ def main() -> int:
         state = ask_tree.run(story=story, secrets=secrets, tree=tree, backend=endpoint)
         if state.error() is not None:
             raise RuntimeError(state.error())
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, ValueError, TypeError, KeyError) as error:
         print(
             f"error: expected an SGLang server at {options.url}: {error}\n"
             "Start one, or name another with --url.",

@@ -1,3 +1,4 @@
+#!/usr/bin/env python
 """Trains nano, a small DeepSeek-V4, on text that nano_text.py makes, and writes a checkpoint.
 
 The model is transformers' (nano_model.py), in float32 with TF32 products. See --help.
@@ -6,6 +7,7 @@ The model is transformers' (nano_model.py), in float32 with TF32 products. See -
 import argparse
 import json
 import math
+import os
 import sys
 import tempfile
 import time
@@ -97,7 +99,7 @@ class Run:
         self.sets = nano_eval.question_sets(counts)
         self.log = Log(machine=_machine(device))
         self.first_step = 0
-        saved = _load(arguments.checkpoint) if arguments.resume else None
+        saved = _read(arguments.checkpoint) if arguments.resume else None
         steps = saved["plan"]["steps"] if saved else arguments.steps or 1_000_000
         plan = Plan(
             arguments.seed,
@@ -330,9 +332,7 @@ def write_checkpoint(model: DeepseekV4ForCausalLM, tokenizer: Tokenizer, out: Pa
         (out / name).write_text(text + "\n", encoding="utf-8")
 
 
-def _load(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        raise FileNotFoundError(f"{path} is not there: leave --resume out, or name --checkpoint")
+def _read(path: Path) -> dict[str, Any]:
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
@@ -354,6 +354,19 @@ def _synchronize(device: torch.device) -> None:
 
 def _say(text: str) -> None:
     print(text, flush=True)
+
+
+def _refuse_early(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """What would else be found out at the end of a run."""
+    if arguments.resume and not arguments.checkpoint.is_file():
+        parser.error(f"--resume: {arguments.checkpoint} is not there: leave it out, or name one")
+    for folder in (arguments.out, arguments.checkpoint.parent):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            parser.error(f"{folder} cannot be made: {error}")
+        if not os.access(folder, os.W_OK):
+            parser.error(f"{folder} cannot be written to")
 
 
 def _arguments() -> argparse.Namespace:
@@ -394,6 +407,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--plot", action="store_true", help="write training.png, too")
     parser.add_argument("--smoke", action="store_true", help="a few tiny steps, for a CPU")
     arguments = parser.parse_args()
+    _refuse_early(parser, arguments)
     if arguments.smoke:
         arguments.steps, arguments.tokens_per_step, arguments.workers = 3, 256, 0
         arguments.evaluate_every = arguments.save_every = math.inf

@@ -3,9 +3,11 @@
 import argparse
 import contextlib
 import json
+import os
 import signal
 import sys
 import tempfile
+import urllib.parse
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -76,7 +78,12 @@ def add_parser(
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--ask", metavar="TEXT", action="append", help="ask this instead (can be repeated)")
+    add(
+        "--ask",
+        metavar="TEXT",
+        action="append",
+        help="ask this instead, in a chat (can be repeated)",
+    )
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument(
         "--interactive",
@@ -102,13 +109,17 @@ def add_parser(
 
 def _png(text: str) -> Path:
     path = Path(text)
-    if path.suffix != ".png" or not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"expected a .png in a folder that exists, found {text!r}")
+    if path.suffix != ".png" or path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"expected a .png in a writable folder, found {text!r}")
     return path
 
 
 def _url(text: str) -> str:
-    if not text.startswith(("http://", "https://")):
+    try:
+        has_host = bool(urllib.parse.urlsplit(text).hostname)
+    except ValueError:
+        has_host = False
+    if not has_host or not text.startswith(("http://", "https://")):
         raise argparse.ArgumentTypeError(f"expected http://HOST:PORT, found {text!r}")
     return text.rstrip("/").removesuffix("/v1")
 
@@ -246,20 +257,25 @@ class _Demo:
 
     def _say(self, text: str) -> None:
         if not self.arguments.json:
-            # In whatever encoding the terminal has.
-            encoding = sys.stdout.encoding or "utf-8"
-            print(printable(text).encode(encoding, "replace").decode(encoding), flush=True)
+            print(_shown(text), flush=True)
 
     def _show_served(self) -> None:
         state = self.served.state
         self._say(f"Served by {state.get('model_class', 'an unknown class')}")
         if state:
-            self._say(f"  attention {state['attention_backend']}")
-            self._say(f"  cache {state['kv_pool']}, {state['rows']} rows")
+            self._say(f"  attention {state.get('attention_backend')}")
+            self._say(f"  cache {state.get('kv_pool')}, {state.get('rows')} rows")
 
     def _ask(self, question: Question) -> None:
         self._say(f"\n{question.name}: {question.shown}")
-        answer = ask(self.client, question)
+        try:
+            answer = ask(self.client, question)
+        except ServerError as error:
+            if error.status is None:
+                raise
+            # The answers so far, and those to come, are not lost for one that cannot be.
+            self.problems.append(f"{question.name}: refused: {error}")
+            return
         self.asked.append((question, answer))
         self.problems += faults(question, answer, words=self.words, page=self.served.page)
         if answer.reasoning:
@@ -288,7 +304,9 @@ class _Demo:
         """A prompt until an empty line or the end of input; each question stands alone."""
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  input() edits lines with it
-        knows = f" nano knows {_KNOWS}." if self.words else ""
+        if hasattr(sys.stdin, "reconfigure"):
+            sys.stdin.reconfigure(errors="replace")
+        knows = f" nano knows {_KNOWS}, and makes up the rest." if self.words else ""
         self._say(f"\nAsk; an empty line ends.{knows}")
         while True:
             try:
@@ -310,7 +328,7 @@ class _Demo:
         print("     ", end="", flush=True)
         for piece in stream(self.client, question):
             if isinstance(piece, str):
-                print(printable(piece), end="", flush=True)
+                print(_shown(piece), end="", flush=True)
             else:
                 self._say(f"\n     ({_counts(piece)})")
 
@@ -334,6 +352,12 @@ class _Demo:
         if self.arguments.plot is not None:
             report["plot"] = str(self.arguments.plot)
         return report
+
+
+def _shown(text: str) -> str:
+    """`text` as this terminal can show it, in whatever encoding it has."""
+    encoding = sys.stdout.encoding or "utf-8"
+    return printable(text).encode(encoding, "replace").decode(encoding)
 
 
 def _counts(answer: Answer) -> str:

@@ -23,6 +23,7 @@ from sglang_dsv4.config import ConfigError, DSV4Config
 HOST = "127.0.0.1"
 STOP_LIMIT = 30.0  # seconds
 REQUEST_LIMIT = 600.0
+INFO_LIMIT = 30.0  # for what a server says of itself
 REPORT_EVERY = 15  # seconds, where progress is no line that can be rewritten
 LOG_LINES = 40
 
@@ -214,7 +215,7 @@ def last_line(log: Path) -> str:
 
 def printable(text: str) -> str:
     """`text` without what would move a terminal's cursor; models may say anything."""
-    return "".join(letter if letter.isprintable() or letter == "\n" else "�" for letter in text)
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else "�" for letter in text)
 
 
 class Client:
@@ -233,13 +234,16 @@ class Client:
         except (OSError, http.client.HTTPException):
             return False
 
-    def json(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """GET, or POST where there is a body: the answer's JSON."""
-        (line,) = self._lines(path, body, whole=True)
+    def json(
+        self, path: str, body: dict[str, Any] | None = None, limit: float = REQUEST_LIMIT
+    ) -> Any:
+        """GET, or POST where there is a body: the answer's JSON, within `limit` seconds."""
+        (line,) = self._lines(path, body, whole=True, limit=limit)
         try:
             return json.loads(line)
         except ValueError:
-            raise ServerError(f"{self.url}{path} answered with something else than JSON") from None
+            message = f"{self.url}{path} answered with something else than JSON"
+            raise ServerError(message, 200) from None
 
     def events(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """POST of a request with `stream`: the JSON of its server-sent events as they come."""
@@ -255,12 +259,19 @@ class Client:
                 raise ServerError(f"{self.url}{path}: {_message(data)}", 500)
             yield event
 
-    def _lines(self, path: str, body: dict[str, Any] | None, *, whole: bool) -> Iterator[bytes]:
+    def _lines(
+        self,
+        path: str,
+        body: dict[str, Any] | None,
+        *,
+        whole: bool,
+        limit: float = REQUEST_LIMIT,
+    ) -> Iterator[bytes]:
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(self.url + path, data, headers)
         try:
-            with self.opener.open(request, timeout=REQUEST_LIMIT) as response:
+            with self.opener.open(request, timeout=limit) as response:
                 yield from [response.read()] if whole else response
         except urllib.error.HTTPError as error:
             said = _message(error.read())
@@ -283,11 +294,11 @@ class Served:
 
     @classmethod
     def read(cls, client: Client) -> "Served":
-        info = client.json("/server_info")
+        info = client.json("/server_info", limit=INFO_LIMIT)
         try:
-            state = info["internal_states"][0].get("sglang_dsv4", {})
-            return cls(state, info["model_path"], info["page_size"])
-        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            state = dict(info["internal_states"][0].get("sglang_dsv4") or {})
+            return cls(state, str(info["model_path"]), int(info["page_size"]))
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             message = f"{client.url}/server_info is not that of SGLang ({error!r})"
             raise ServerError(message, 200) from None
 

@@ -88,14 +88,20 @@ class Server:
 
     def __enter__(self) -> "Server":
         self.launch()
+        try:
+            self._wait_until_healthy()
+        except BaseException:  # an interrupt, too: its process group is not ours
+            self.stop()
+            raise
+        return self
+
+    def _wait_until_healthy(self) -> None:
         assert self.process is not None
         deadline = time.monotonic() + START_LIMIT
         while not self._healthy():
             if self.process.poll() is not None or time.monotonic() > deadline:
-                self.stop()
                 raise RuntimeError(f"the server did not start:\n{self.tail()}")
             time.sleep(0.3)
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.stop()

@@ -1,5 +1,7 @@
 """Servers that the served tests share."""
 
+import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +16,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.served)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ended_by_signal() -> None:
+    """A test run that is terminated ends its servers first; they are in groups of their own."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 
 @pytest.fixture(scope="session")
