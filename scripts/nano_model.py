@@ -101,15 +101,15 @@ def _initialise(model: DeepseekV4ForCausalLM, generator: torch.Generator) -> Non
         if attention.compressor is not None:
             own, entry = attention.kv_proj.weight, attention.compressor.kv_proj.weight
             entry.copy_(own.repeat(len(entry) // len(own), 1))
-    for number, layer in enumerate(model.model.layers):
-        for site, connection in enumerate((layer.attn_hc, layer.ffn_hc)):
-            count = connection.hc_mult
-            reads = torch.full((count,), -1.0)
-            reads[(2 * number + site) % count] = 1.0
-            writes = torch.randn(count, generator=generator) * 0.5
-            mixes = torch.eye(count) * 4.0
-            connection.base.copy_(torch.cat([reads, writes, mixes.flatten()]))
-            connection.scale.fill_(0.2)
+    sites = [site for layer in model.model.layers for site in (layer.attn_hc, layer.ffn_hc)]
+    for number, connection in enumerate(sites):
+        count = connection.hc_mult
+        reads = torch.full((count,), -1.0)
+        reads[number % count] = 1.0
+        writes = torch.randn(count, generator=generator) * 0.5
+        mixes = torch.eye(count) * 4.0
+        connection.base.copy_(torch.cat([reads, writes, mixes.flatten()]))
+        connection.scale.fill_(0.2)
 
 
 def _detached(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -206,7 +206,6 @@ class Balance:
 def prepare(model: DeepseekV4ForCausalLM) -> tuple[IndexLoss, Balance]:
     """Puts the replacements into `model`, which then is for `forward` only."""
     AttentionInterface.register(ATTENTION, nano_layers.block_attention)
-    ALL_EXPERTS_FUNCTIONS.register(EXPERTS, nano_layers.dense_experts)
     model.set_attn_implementation(ATTENTION)
     use_exact_parts(model)
     for layer in model.model.layers:

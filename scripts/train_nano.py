@@ -99,7 +99,9 @@ class Run:
         self.sets = nano_eval.question_sets(counts)
         self.log = Log(machine=_machine(device))
         self.first_step = 0
-        saved = _read(arguments.checkpoint) if arguments.resume else None
+        saved: dict[str, Any] | None = None
+        if arguments.resume:
+            saved = torch.load(arguments.checkpoint, map_location="cpu", weights_only=True)
         steps = saved["plan"]["steps"] if saved else arguments.steps or 1_000_000
         plan = Plan(
             arguments.seed,
@@ -261,7 +263,6 @@ class Run:
 
     def _save_state(self, step: int) -> None:
         path: Path = self.arguments.checkpoint
-        path.parent.mkdir(parents=True, exist_ok=True)
         state = {
             "plan": asdict(self.plan),
             "step": step,
@@ -287,7 +288,6 @@ class Run:
     def finish(self) -> None:
         """Writes the checkpoint, and evaluates what was written, not what was trained."""
         out: Path = self.arguments.out
-        out.mkdir(parents=True, exist_ok=True)
         self._evaluate(len(self.log.steps) and int(self.log.steps[-1]["step"]))
         write_checkpoint(self.trainer.model, self.tokenizer, out)
         self.trainer.optimizers.clear()
@@ -330,10 +330,6 @@ def write_checkpoint(model: DeepseekV4ForCausalLM, tokenizer: Tokenizer, out: Pa
     for name, content in files.items():
         text = json.dumps(content, indent=2, ensure_ascii=False)
         (out / name).write_text(text + "\n", encoding="utf-8")
-
-
-def _read(path: Path) -> dict[str, Any]:
-    return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def _machine(device: torch.device) -> dict[str, Any]:

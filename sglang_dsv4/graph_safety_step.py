@@ -10,12 +10,13 @@ from torch.nn import functional
 
 from sglang_dsv4 import precision, tiny_weights, weights
 from sglang_dsv4.attention.cache import PAGE, LayerCache, allocate
-from sglang_dsv4.attention.metadata import Batch, build
+from sglang_dsv4.attention.metadata import Batch, Metadata, build
 from sglang_dsv4.backends import Ops
 from sglang_dsv4.config import DSV4Config
 from sglang_dsv4.model import Model
 from sglang_dsv4.parallel import Parallel
 from sglang_dsv4.parameters import Weight
+from sglang_dsv4.precision import Precision
 
 CONTEXT = 1024  # tokens that a request may have: the bound that the host knows
 PAGES = CONTEXT // PAGE  # of one request
@@ -24,17 +25,24 @@ T = TypeVar("T")
 
 
 class SmallLM(nn.Module):
-    """Body and LM head under the names that the loader knows."""
+    """Body and LM head under the names that the loader knows, without a server."""
 
-    def __init__(self, config: DSV4Config, ops: Ops) -> None:
+    def __init__(self, config: DSV4Config, ops: Ops, chosen: Precision, parallel: Parallel) -> None:
         super().__init__()
-        self.model = Model(config, precision.parse(""), ops, Parallel())
-        self.head = Weight(config.vocab_size, config.hidden_size)
+        self.model = Model(config, chosen, ops, parallel)
+        self.head = Weight(config.vocab_size // parallel.size, config.hidden_size)
+
+    def forward(
+        self, ids: torch.Tensor, meta: Metadata, caches: Sequence[LayerCache]
+    ) -> torch.Tensor:
+        """Logits [T, V / ranks] fp32 of tokens [T]."""
+        hidden = self.model(ids, meta, caches)
+        return functional.linear(hidden.float(), self.head.weight.float())
 
 
 def small_lm(config: DSV4Config, ops: Ops, device: str) -> SmallLM:
     """The model with random weights in fp32, or with no values at all on "meta"."""
-    lm = SmallLM(config, ops)
+    lm = SmallLM(config, ops, precision.parse(""), Parallel())
     if device == "meta":
         return lm.to(device)
     drawn = (
@@ -104,13 +112,13 @@ def to_device(value: T, device: str) -> T:
 class DecodeStep:
     """One decode step over static inputs: metadata, every layer, logits.
 
-    lm has `model` and `head`; caches: a LayerCache per layer; batch gives the inputs' shapes. All
-    of them belong on the device already, but for the batch.
+    caches: a LayerCache per layer; batch gives the inputs' shapes. All of them belong on the device
+    already, but for the batch.
     """
 
     def __init__(
         self,
-        lm: nn.Module,
+        lm: SmallLM,
         window: int,
         caches: tuple[LayerCache, ...],
         batch: Batch,
@@ -133,8 +141,8 @@ class DecodeStep:
         """Logits [rows, V] fp32."""
         rows = self.caches[0].window_rows
         meta = build(self.batch, window=self.window, window_rows=rows)
-        hidden = self.lm.model(self.ids, meta, self.caches)  # type: ignore[operator]
-        return functional.linear(hidden.float(), self.lm.head.weight.float())  # type: ignore
+        logits: torch.Tensor = self.lm(self.ids, meta, self.caches)
+        return logits
 
 
 class HostSync(RuntimeError):

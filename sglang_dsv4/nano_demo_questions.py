@@ -84,8 +84,7 @@ class _Parts:
 def user_question(text: str) -> Question:
     """A question of the user's own, as a chat of one turn."""
     text = text.encode(errors="replace").decode()  # an argument's stray bytes are no UTF-8
-    messages = [{"role": "user", "content": text}]
-    return Question("chat", text, CHAT, {"messages": messages})
+    return Question("chat", text, CHAT, _chat(text))
 
 
 def questions() -> tuple[Question, ...]:

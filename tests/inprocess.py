@@ -6,17 +6,14 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from torch.nn import functional
 
 from sglang_dsv4 import precision, weights
 from sglang_dsv4.attention.cache import PAGE, RING, LayerCache, allocate
 from sglang_dsv4.attention.metadata import Batch, Metadata, build
-from sglang_dsv4.backends import Machine, Ops, choose
+from sglang_dsv4.backends import Machine, choose
 from sglang_dsv4.config import DSV4Config
-from sglang_dsv4.model import Model
+from sglang_dsv4.graph_safety_step import SmallLM
 from sglang_dsv4.parallel import Parallel
-from sglang_dsv4.parameters import Weight
-from sglang_dsv4.precision import Precision
 
 WINDOW = 128  # tokens that the window branch sees, in every DeepSeek-V4
 
@@ -116,17 +113,6 @@ class Host:
             self.window_map[page * PAGE + slots] = window_page * PAGE + slots
 
 
-class TinyLM(torch.nn.Module):
-    """Body and LM head under the names that the loader knows."""
-
-    def __init__(
-        self, config: DSV4Config, chosen: Precision, ops: Ops, parallel: Parallel
-    ) -> None:
-        super().__init__()
-        self.model = Model(config, chosen, ops, parallel)
-        self.head = Weight(config.vocab_size // parallel.size, config.hidden_size)
-
-
 class Runner(Host):
     """A checkpoint's model over a cache that starts full of NaN, but for the null row."""
 
@@ -147,7 +133,7 @@ class Runner(Host):
         previous = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
         chosen = precision.parse(f"indexer_qk={indexer_qk}")
-        self.lm = TinyLM(self.config, chosen, choose(Machine("cpu", "CPU", None)), parallel)
+        self.lm = SmallLM(self.config, choose(Machine("cpu", "CPU", None)), chosen, parallel)
         torch.set_default_dtype(previous)
         rank, size = parallel.rank, parallel.size
         weights.load(self.lm, _tensors(folder), self.config, rank=rank, size=size)
@@ -175,8 +161,7 @@ class Runner(Host):
         """Run new tokens of several requests in one forward: logits [new, V / ranks] for each."""
         meta = self.metadata(*parts, padding=padding)
         ids = torch.tensor([token for _, tokens in parts for token in tokens] + [0] * padding)
-        hidden = self.lm.model(ids, meta, self.caches)
-        logits = functional.linear(hidden.float(), self.lm.head.weight.float())
+        logits = self.lm(ids, meta, self.caches)
         for request, tokens in parts:
             request.tokens.extend(tokens)
         counts = [len(tokens) for _, tokens in parts]

@@ -82,6 +82,22 @@ def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
 
 # ---- chat ----
 
+Conversations = dict[str, list[Any]]
+CALL = nano_chat.Turn("assistant", "", "I multiply.", "multiply", {"a": 12, "b": 3.5})
+OPEN = nano_chat.Turn(
+    "assistant", "Now.", "I open.", "open_door", {"door": "mill", "password": "otter"}
+)
+
+
+def with_and_without_tools(conversations: Conversations) -> list[tuple[str, bool]]:
+    """Each conversation's name, and whether tools are offered; calls need them."""
+    return [
+        (name, with_tools)
+        for name, turns in conversations.items()
+        for with_tools in (False, True)
+        if with_tools or not any(turn.call for turn in turns)
+    ]
+
 
 def messages(turns: Sequence[Any]) -> list[dict[str, Any]]:
     """nano_chat.Turns as the messages of an OpenAI request."""

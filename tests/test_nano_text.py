@@ -1,49 +1,28 @@
 """nano's text: the official chat encoding, what is held out, the tokenizer, and determinism."""
 
-import importlib
-import json
 import random
 import re
-import sys
-from pathlib import Path
 from typing import Any
 
 import deepseek_recipe as recipe
 import numpy as np
 import pytest
 
-sys.path.append(str(Path(__file__).parents[1] / "scripts"))
-nano_chat = importlib.import_module("nano_chat")
-nano_text = importlib.import_module("nano_text")
+import nano
+from nano import CALL, OPEN, nano_chat, nano_text, plain
+
 Turn = nano_chat.Turn
 
 OPTIONS = recipe.ConversionOptions()
 ENCODING = recipe.DeepseekV4Encoding()
 TOOL = nano_text.TOOLS[2]  # with two numbers
-CALL = Turn("assistant", "", "I multiply.", "multiply", {"a": 12, "b": 3.5})
-OPEN = Turn("assistant", "Now.", "I open.", "open_door", {"door": "mill", "password": "otter"})
-
-
-def plain(text: str) -> str:
-    return text.replace(nano_chat.ANSWER, "").replace(nano_chat.ANSWER_END, "")
 
 
 def published(turns: list[Any], thinking: bool, effort: str | None, **options: Any) -> str:
     """The prompt for these messages by the vendor's package."""
-    messages: list[dict[str, Any]] = []
-    for turn in turns:
-        message: dict[str, Any] = {"role": turn.role, "content": turn.content}
-        if turn.role == "tool":
-            message["tool_call_id"] = "c1"
-        if turn.reasoning:
-            message["reasoning_content"] = turn.reasoning
-        if turn.call:
-            function = {"name": turn.call, "arguments": json.dumps(turn.arguments)}
-            message["tool_calls"] = [{"id": "c1", "type": "function", "function": function}]
-        messages.append(message)
     body = {
         "model": "DeepSeek-V4-Pro",
-        "messages": messages,
+        "messages": nano.messages(turns),
         "thinking": {"type": "enabled" if thinking else "disabled"},
         **({"reasoning_effort": effort} if effort else {}),
         **options,
@@ -61,15 +40,7 @@ CONVERSATIONS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "with_tools"),
-    [  # calls need tools
-        (name, with_tools)
-        for name, turns in CONVERSATIONS.items()
-        for with_tools in (False, True)
-        if with_tools or not any(turn.call for turn in turns)
-    ],
-)
+@pytest.mark.parametrize(("name", "with_tools"), nano.with_and_without_tools(CONVERSATIONS))
 @pytest.mark.parametrize("effort", ["low", None])
 @pytest.mark.parametrize("thinking", [False, True])
 def test_prompts_are_the_published_ones(
@@ -79,7 +50,7 @@ def test_prompts_are_the_published_ones(
     if name == "text":
         turns = turns[:4]  # a tool's result followed by a user is one turn: not in nano's text
     tools = [TOOL, nano_text.TOOLS[3]] if with_tools else []
-    options = {"tools": [{"type": "function", "function": tool} for tool in tools]} if tools else {}
+    options = {"tools": nano.tools(*tools)} if tools else {}
     ours = nano_chat.render(turns, thinking=thinking, maximum_effort=effort is None, tools=tools)
     assert plain(ours) == published(turns, thinking, effort, **options)
 
@@ -96,7 +67,7 @@ def test_schema_is_rendered_as_published() -> None:
 def test_answers_continue_the_published_prompt(thinking: bool) -> None:
     """An answer in a document is what the same turn is in the history of the next prompt."""
     turns = [Turn("user", "a"), CALL]
-    tools = [{"type": "function", "function": TOOL}]
+    tools = nano.tools(TOOL)
     after = published([*turns, Turn("tool", "42")], thinking, None, tools=tools)
     assert after.startswith(plain(nano_chat.render(turns, thinking=thinking, tools=[TOOL])))
 

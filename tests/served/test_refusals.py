@@ -177,6 +177,7 @@ class TestServerArguments:
         model_path="somewhere",
         tp_size=1,
         json_model_override_args="{}",
+        **dict.fromkeys(plugin.PARSERS),
         **plugin.UNSUPPORTED,
     )
 

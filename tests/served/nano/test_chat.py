@@ -9,12 +9,10 @@ import openai
 import pytest
 
 import nano
-from nano import nano_chat, nano_text
+from nano import CALL, OPEN, nano_chat, nano_text
 from serving import Server
 
 Turn = nano_chat.Turn
-CALL = Turn("assistant", "", "I multiply.", "multiply", {"a": 12, "b": 3.5})
-OPEN = Turn("assistant", "Now.", "I open.", "open_door", {"door": "mill", "password": "otter"})
 CONVERSATIONS = {
     "user": [Turn("user", "What is the capital of France?")],
     "system": [Turn("system", "Be brief."), Turn("user", "Which day follows Monday?")],
@@ -31,15 +29,7 @@ CALLS = {0: (4, 1.0), 1: (4, 0.75)}
 
 
 @pytest.mark.parametrize("mode", ["chat", "thinking", "low effort"])
-@pytest.mark.parametrize(
-    ("name", "with_tools"),
-    [  # calls need tools
-        (name, with_tools)
-        for name, turns in CONVERSATIONS.items()
-        for with_tools in (False, True)
-        if with_tools or not any(turn.call for turn in turns)
-    ],
-)
+@pytest.mark.parametrize(("name", "with_tools"), nano.with_and_without_tools(CONVERSATIONS))
 def test_prompts_are_what_nano_was_trained_on(
     server: Server, name: str, with_tools: bool, mode: str
 ) -> None:

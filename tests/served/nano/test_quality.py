@@ -125,11 +125,16 @@ def perplexity(logprobs: Sequence[torch.Tensor]) -> float:
     return math.exp(-torch.cat(list(logprobs)).double().mean().item())
 
 
+def compared(server: Server, texts: list[Text]) -> tuple[torch.Tensor, float, float]:
+    """How far log-probabilities are apart, by token; the server's and transformers' perplexity."""
+    found = [read(server, text.ids) for text in texts]
+    apart = torch.cat([(a - text.logprobs).abs() for a, text in zip(found, texts, strict=True)])
+    return apart, perplexity(found), perplexity([text.logprobs for text in texts])
+
+
 def test_perplexity_in_fp32_equals_transformers(exact: Server, texts: list[Text]) -> None:
     """Token by token; a token after a near tie of an index or FP4 code may differ, one in 500."""
-    found = [read(exact, text.ids) for text in texts]
-    apart = torch.cat([(a - text.logprobs).abs() for a, text in zip(found, texts, strict=True)])
-    ours, theirs = perplexity(found), perplexity([text.logprobs for text in texts])
+    apart, ours, theirs = compared(exact, texts)
     print(
         f"perplexity {ours:.6f}, transformers {theirs:.6f}; largest difference {apart.max():.2e}, "
         f"{int((apart > LOGPROB_TOLERANCE).sum())} of {len(apart)} tokens beyond the tolerance"
@@ -140,9 +145,7 @@ def test_perplexity_in_fp32_equals_transformers(exact: Server, texts: list[Text]
 
 
 def test_perplexity_in_bf16_is_close(server: Server, texts: list[Text]) -> None:
-    found = [read(server, text.ids) for text in texts]
-    apart = torch.cat([(a - text.logprobs).abs() for a, text in zip(found, texts, strict=True)])
-    ours, theirs = perplexity(found), perplexity([text.logprobs for text in texts])
+    apart, ours, theirs = compared(server, texts)
     print(
         f"perplexity {ours:.5f}, transformers in float32 {theirs:.5f}; differences: mean "
         f"{apart.mean():.1e}, largest {apart.max():.2f}"

@@ -21,9 +21,7 @@ def test_recitations(server: Server, number: int, temperature: float) -> None:
     allowed = nano.repeats(text)
     loops = {run: n for run, n in nano.repeats(reply.tokens).items() if n > max(1, allowed[run])}
     assert not loops, [nano.tokenizer().decode(list(run)) for run in loops]
-    right = next(
-        (i for i, (a, b) in enumerate(zip(reply.tokens, text, strict=False)) if a != b), len(text)
-    )
+    right = nano.common_prefix(reply.tokens, text)
     assert right >= LONG, nano.tokenizer().decode(list(reply.tokens[max(0, right - 20) :]))
     assert list(reply.tokens) == text
     assert reply.meta["finish_reason"] == {"type": "stop", "matched": nano.END_ID}
