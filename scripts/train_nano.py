@@ -405,7 +405,7 @@ def _arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     _refuse_early(parser, arguments)
     if arguments.smoke:
-        arguments.steps, arguments.tokens_per_step, arguments.workers = 3, 256, 0
+        arguments.steps, arguments.tokens_per_step, arguments.workers = 2, 256, 0
         arguments.evaluate_every = arguments.save_every = math.inf
     return arguments
 

@@ -1,6 +1,8 @@
 """What every test shares: a quiet environment, poisoned uninitialised memory, GPU markers."""
 
+import functools
 import os
+import pickle
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +18,7 @@ for name in ("SGLANG_DSV4_PRECISION", "SGLANG_DSV4_OPS", "SGLANG_PLUGINS"):
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from filelock import FileLock  # noqa: E402
 
 
 def poison(tensor: torch.Tensor) -> torch.Tensor:
@@ -73,6 +76,29 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoint")
     oracle.write_checkpoint(folder, oracle.tiny_config(), oracle.CHECKPOINT_SEED)
     return folder
+
+
+@pytest.fixture(scope="session")
+def expected(
+    checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[bool], tuple[Any, ...]]:
+    """The oracle's Generations for all its prompts, by whether index queries and keys are on the
+    FP4 grid; computed once for all processes of a test run."""
+    import oracle
+
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:  # then each process has a folder within the run's
+        shared = shared.parent
+
+    @functools.cache
+    def generations(indexer_fp4: bool) -> tuple[Any, ...]:
+        file = shared / f"expected-{indexer_fp4}.pickle"
+        with FileLock(f"{file}.lock"):
+            if not file.exists():
+                file.write_bytes(pickle.dumps(oracle.expected(checkpoint, indexer_fp4)))
+        return pickle.loads(file.read_bytes())
+
+    return generations
 
 
 @pytest.fixture

@@ -393,8 +393,7 @@ def record(model: DeepseekV4ForCausalLM, ids: list[int]) -> Trace:
     return Trace(layers=layers, hidden=seen["hidden"], logits=logits)
 
 
-@functools.cache
 def expected(folder: Path, indexer_fp4: bool, count: int = 64) -> tuple[Generation, ...]:
-    """Greedy generations for all `prompts()`, computed once per session (about half a minute)."""
+    """Greedy generations for all `prompts()`: half a minute, so tests ask for the fixture."""
     model = load(folder, indexer_fp4)
     return tuple(greedy(model, prompt, count) for prompt in prompts())

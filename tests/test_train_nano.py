@@ -173,12 +173,13 @@ def test_scoring_agrees_with_generating() -> None:
 
 
 def test_one_batch_can_be_learnt() -> None:
-    """The loss of one small batch falls by half in a few steps."""
+    """The loss of one small batch falls by half in a few steps. By AdamW: Muon, which the smoke
+    run takes, multiplies in BF16, and that is slow on a CPU."""
     tokenizer = nano_text.train_tokenizer()
-    plan = nano_trainer.Plan(seed=0, steps=100, tokens=128, peak_rate=2e-3)
+    plan = nano_trainer.Plan(seed=0, steps=100, tokens=128, peak_rate=2e-3, muon=False)
     trainer = nano_trainer.Trainer(plan, tokenizer.get_vocab_size(), torch.device("cpu"))
     ids, weights = map(torch.from_numpy, nano_text.batch(0, 0, tokenizer, 128, 1))
-    losses = [float(trainer.step(ids, weights, 0.03 + 0.01 * i)[0]) for i in range(10)]
+    losses = [float(trainer.step(ids, weights, 2e-3)[0]) for _ in range(16)]
     assert losses[-1] < losses[0] / 2
 
 
@@ -244,7 +245,7 @@ def test_smoke_run_writes_a_checkpoint_and_resumes(tmp_path: Path) -> None:
     }
     assert (out / "model.safetensors").stat().st_size < 16e6
     log = json.loads((out / "training.json").read_text())
-    assert log["steps"][-1]["step"] == 3 and len(log["evaluations"]) == 1
+    assert log["steps"][-1]["step"] == 2 and len(log["evaluations"]) == 1
     assert set(log["evaluations"][0]) - {"step"} <= set(log["final"])
     tokenizer = AutoTokenizer.from_pretrained(out)
     assert tokenizer("The capital of France is")["input_ids"][0] != tokenizer.bos_token_id

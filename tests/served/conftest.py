@@ -2,7 +2,7 @@
 
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -40,3 +40,10 @@ def serve(
         return Server(checkpoint, log, options=flags, env={**mutant, **(env or {})})
 
     return make
+
+
+@pytest.fixture(scope="session")
+def fp32_server(serve: Callable[..., Server], checkpoint: Path) -> Iterator[Server]:
+    """The checkpoint in FP32, all else as by default."""
+    with serve(checkpoint, dtype="float32") as server:
+        yield server

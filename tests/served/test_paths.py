@@ -3,7 +3,6 @@
 import json
 import threading
 import urllib.request
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,10 +15,9 @@ COUNT = 24
 PAGE = 256
 
 
-@pytest.fixture(scope="module")
-def server(serve: Callable[..., Server], checkpoint: Path) -> Iterator[Server]:
-    with serve(checkpoint, dtype="float32") as server:
-        yield server
+@pytest.fixture
+def server(fp32_server: Server) -> Server:
+    return fp32_server
 
 
 @pytest.fixture(scope="module")
@@ -108,9 +106,9 @@ def test_batched_equals_alone(server: Server, story: list[int]) -> None:
 
 def test_decode_equals_prefill_at_every_step(server: Server, story: list[int]) -> None:
     """Greedy decoding against a fresh prefill of everything so far, token by token."""
-    prompt = story[:200]  # decoding passes 256
-    wanted = cold(server, prompt, 60)
-    for step in range(60):
+    prompt = story[:240]  # decoding passes 256
+    wanted = cold(server, prompt, 24)
+    for step in range(24):
         found = cold(server, prompt + list(wanted.tokens[:step]), 1)
         comparison = Comparison()
         single = Reply((wanted.tokens[step],), (wanted.logprobs[step],), (), 0, {})

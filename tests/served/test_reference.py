@@ -9,7 +9,6 @@ import oracle
 from agreement import Comparison, ties
 from serving import Server
 
-COUNT = 64
 FEW = (1, 6, 10, 11)  # prompts of 3, 129, 300 and 700 tokens
 
 
@@ -19,7 +18,10 @@ def served(
 ) -> Iterator[tuple[Server, bool]]:
     """A server, and whether it keeps index queries and keys on the FP4 grid, as by default."""
     fp4 = request.param == "fp4"
-    env = {} if fp4 else {"SGLANG_DSV4_PRECISION": "indexer_qk=full"}
+    if fp4:
+        yield request.getfixturevalue("fp32_server"), fp4
+        return
+    env = {"SGLANG_DSV4_PRECISION": "indexer_qk=full"}
     with serve(checkpoint, env=env, dtype="float32") as server:
         yield server, fp4
 
@@ -41,16 +43,18 @@ def test_a_few_prompts_equal_the_reference(served, checkpoint: Path) -> None:
     compare(server, wanted, concurrency=1).check()
 
 
-def test_all_prompts_equal_the_reference(served, checkpoint: Path) -> None:
+def test_all_prompts_equal_the_reference(
+    served, expected: Callable[[bool], tuple[oracle.Generation, ...]]
+) -> None:
     """24 prompts of the lengths around every boundary, batched by the scheduler, 64 tokens each."""
     server, fp4 = served
-    expected = oracle.expected(checkpoint, fp4, COUNT)
+    generations = expected(fp4)
     server.flush()
     assert {1, 3, 4, 5, 127, 128, 129, 255, 256, 257, 300, 700} <= {
-        len(generation.prompt) for generation in expected
+        len(generation.prompt) for generation in generations
     }
-    compare(server, list(expected)).check()
-    assert sum(len(set(generation.tokens)) > 2 for generation in expected) >= 10
+    compare(server, list(generations)).check()
+    assert sum(len(set(generation.tokens)) > 2 for generation in generations) >= 10
 
 
 def test_short_prompts_equal_the_reference(served, checkpoint: Path) -> None:

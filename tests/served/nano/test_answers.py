@@ -1,8 +1,8 @@
 """What the trained model knows, through the server: facts, and needles in stories.
 
 Asked one at a time, greedily and at temperature 1. Bounds are on fixed samples. As an estimate for
-all such questions a share of 0.95 has a standard error of sqrt(0.95 * 0.05 / count): 1.5 % for 200
-questions, 2.2 % for 100, 2.8 % for 60, and 6 to 8 % for the needles of one distance.
+all such questions a share of 0.95 has a standard error of sqrt(0.95 * 0.05 / count): 2.0 % for 120
+questions, 2.8 % for 60, and 6 to 8 % for the needles of one distance.
 """
 
 import openai
@@ -13,9 +13,9 @@ from serving import Server
 
 # At temperature 1 a wrong answer has a chance even where the right one is by far the best.
 LEAST_FACTS = {0: 0.95, 1: 0.9}  # temperature -> least share right
-FACTS = {0: {"phrasing": 200, "opener": 100}, 1: {"phrasing": 60, "opener": 40}}  # questions
+FACTS = {0: {"phrasing": 120, "opener": 60}, 1: {"phrasing": 60, "opener": 40}}  # questions
 LEAST_NEEDLES = {0: 0.9, 1: 0.8}
-NEEDLES = {256: 16, 512: 12, 1024: 8}  # tokens back -> questions
+NEEDLES = {256: 10, 512: 10, 1024: 8}  # tokens back -> questions
 
 
 def test_the_capital_of_france(server: Server, client: openai.OpenAI) -> None:
