@@ -1,15 +1,18 @@
-"""What the files of a checkpoint say they hold: names, shapes and formats, from headers alone."""
+"""What the files of a checkpoint say they hold: names, dtypes and shapes, from headers alone."""
 
 import json
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from enum import Enum
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 INDEX_FILE = "model.safetensors.index.json"
 LISTED_AT_MOST = 20
 LONGEST_HEADER = 100_000_000  # bytes; the safetensors format allows no more
+# Of one element, by the dtypes of safetensors that are whole bytes.
+BYTES = {name: 8 for name in ("F64", "I64", "U64", "C64")}
+BYTES |= {name: 4 for name in ("F32", "I32", "U32")} | {n: 2 for n in ("BF16", "F16", "I16", "U16")}
+BYTES |= {name: 1 for name in ("F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8", "BOOL")}
 
 
 class CheckpointError(ValueError):
@@ -22,60 +25,10 @@ class Header(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
 
-
-# -------------------------------------------------------------------------- one tensor's format
-
-
-class TensorFormat(Enum):
-    """How a tensor's values are stored; decided for each tensor by itself."""
-
-    DENSE = "BF16, FP16 or FP32"
-    INTEGER = "integer"
-    FP8 = "FP8"
-    MXFP4 = "MXFP4"
-    NVFP4 = "NVFP4"
-    COMPRESSED_TENSORS = "compressed-tensors"
-    OTHER = "format not known"
-
-
-def tensor_format(dtype: str, companions: Mapping[str, str]) -> TensorFormat:
-    """The format of a weight of safetensors dtype `dtype`.
-
-    companions: suffix -> dtype of what is stored beside it, e.g. {"weight_scale": "F8_E4M3"}.
-    """
-    if "weight_packed" in companions:
-        return TensorFormat.COMPRESSED_TENSORS
-    if dtype in ("BF16", "F16", "F32"):
-        return TensorFormat.DENSE
-    if dtype in ("I64", "I32"):
-        return TensorFormat.INTEGER
-    if dtype in ("F8_E4M3", "F8_E5M2"):
-        return TensorFormat.FP8
-    if dtype not in ("U8", "I8") or not companions:
-        return TensorFormat.OTHER
-    nvfp4 = "weight_scale_2" in companions or companions.get("weight_scale") == "F8_E4M3"
-    return TensorFormat.NVFP4 if nvfp4 else TensorFormat.MXFP4
-
-
-# Beside a quantised X.weight lie its scales, X.<suffix>; beside a stacked X they are X_<suffix>.
-_COMPANION = re.compile(
-    r"(?P<module>.+?)(?P<joint>\.|_(?=weight|input))(?P<suffix>scale|weight_scale|weight_scale_inv"
-    r"|weight_scale_2|weight_packed|weight_global_scale|input_scale|input_global_scale)"
-)
-
-
-def companions_of(names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Name of a weight -> {suffix: name of the tensor stored beside it}.
-
-    It goes by names alone: there need not be such a weight (hyper-connections have a "scale" too).
-    """
-    found: dict[str, dict[str, str]] = {}
-    for name in names:
-        match = _COMPANION.fullmatch(name)
-        if match:
-            weight = match["module"] + (".weight" if match["joint"] == "." else "")
-            found.setdefault(weight, {})[match["suffix"]] = name
-    return found
+    @property
+    def bytes(self) -> int:
+        """Size in the file."""
+        return math.prod(self.shape) * BYTES[self.dtype]
 
 
 # ------------------------------------------------------------------------------------ the files
@@ -115,6 +68,15 @@ def read_shards(folder: Path, index: Mapping[str, str]) -> dict[str, dict[str, H
     return shards
 
 
+def total_bytes(folder: Path) -> int | None:
+    """Size of a checkpoint's files, which a stream of its tensors goes through; None if unknown."""
+    try:
+        files = set(read_index(folder).values()) or {f.name for f in folder.glob("*.safetensors")}
+        return sum((folder / file).stat().st_size for file in files) or None
+    except (CheckpointError, OSError):
+        return None
+
+
 def read_headers(file: Path) -> dict[str, Header]:
     """Tensor name -> header of one safetensors file; CheckpointError if it is not a whole one."""
     try:
@@ -133,15 +95,41 @@ def read_headers(file: Path) -> dict[str, Header]:
     if len(prefix) < 8 or len(text) < length:
         raise _wrong_length(file, f"at least {8 + length}", found)
     try:
-        entries: dict[str, Any] = json.loads(text)
+        entries: dict[str, Any] = json.loads(text, object_pairs_hook=_without_repetition)
         entries.pop("__metadata__", None)
         end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-        headers = {n: Header(e["dtype"], tuple(e["shape"])) for n, e in entries.items()}
+        if found != 8 + length + end:
+            raise _wrong_length(file, str(8 + length + end), found)
+        headers = {name: Header(e["dtype"], tuple(e["shape"])) for name, e in entries.items()}
+        places = {name: entry["data_offsets"] for name, entry in entries.items()}
+        _check_places(headers, places)
+    except CheckpointError:
+        raise
     except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
         raise CheckpointError(f"{file.name}: not a safetensors file ({error!r})") from error
-    if found != 8 + length + end:
-        raise _wrong_length(file, str(8 + length + end), found)
     return headers
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"its header repeats {max(names, key=names.count)}")
+    return found
+
+
+def _check_places(headers: Mapping[str, Header], places: Mapping[str, Sequence[int]]) -> None:
+    """Raises ValueError unless the tensors lie one after the other, each as large as it says."""
+    before = 0
+    for name in sorted(places, key=lambda name: tuple(places[name])):
+        (begin, end), (dtype, shape) = places[name], headers[name]
+        if not all(isinstance(size, int) and size >= 0 for size in (begin, end, *shape)):
+            raise ValueError(f"{name} has shape {list(shape)} at {begin} to {end}")
+        if begin != before:
+            raise ValueError(f"{name} begins at {begin}, the tensor before it ends at {before}")
+        if dtype in BYTES and end - begin != headers[name].bytes:
+            raise ValueError(f"{name}, {dtype} {list(shape)}, has {end - begin} bytes")
+        before = end
 
 
 def _wrong_length(file: Path, expected: str, found: int) -> CheckpointError:

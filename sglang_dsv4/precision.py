@@ -1,9 +1,12 @@
 """How each component of the model is stored and computed: one table, and the user's changes to it.
 
 The default is the floor: the formats in which the model keeps its published quality. The parts
-whose rounding costs most (head, router, compressors, indexer weights) never go below BF16.
+whose rounding costs most (head, router, compressors, indexer weights) never go below BF16. What a
+checkpoint holds of them in less is dequantised to BF16 at load, and reported: nothing undoes its
+rounding.
 """
 
+import re
 from dataclasses import dataclass, fields
 
 from sglang_dsv4.settings import parse_assignments
@@ -13,10 +16,14 @@ VARIABLE = "SGLANG_DSV4_PRECISION"
 
 @dataclass(frozen=True)
 class Component:
-    """One row of the table: the values allowed, the default first, and what they decide."""
+    """One row of the table: the values allowed, the default first, and what they decide.
+
+    tensors: pattern of its weights' names, the vendor's without the layer; None if it has none.
+    """
 
     values: tuple[str, ...]
     meaning: str
+    tensors: str | None = None
 
 
 COMPONENTS = {
@@ -25,11 +32,21 @@ COMPONENTS = {
         "indexer queries and keys: rotated by a Hadamard transform and rounded to the FP4 grid, as"
         " the model was trained, or left as they are",
     ),
-    "lm_head": Component(("bf16",), "weights; products are summed in FP32, logits are FP32"),
-    "router_gate": Component(("bf16",), "weights; scores are FP32"),
-    "compressor": Component(("bf16",), "weights; gates, softmax and pooling are FP32"),
-    "indexer_compressor": Component(("bf16",), "weights; gates, softmax and pooling are FP32"),
-    "indexer_weights": Component(("bf16",), "projection that weighs the indexer's heads"),
+    "lm_head": Component(
+        ("bf16",), "weights; products are summed in FP32, logits are FP32", r"head"
+    ),
+    "router_gate": Component(("bf16",), "weights; scores are FP32", r"ffn\.gate"),
+    "compressor": Component(
+        *(("bf16",), "weights; gates, softmax and pooling are FP32"),
+        r"attn\.compressor\.(wkv|wgate)",
+    ),
+    "indexer_compressor": Component(
+        *(("bf16",), "weights; gates, softmax and pooling are FP32"),
+        r"attn\.indexer\.compressor\.(wkv|wgate)",
+    ),
+    "indexer_weights": Component(
+        ("bf16",), "projection that weighs the indexer's heads", r"attn\.indexer\.weights_proj"
+    ),
 }
 
 
@@ -62,3 +79,11 @@ def parse(text: str) -> Precision:
     """Reads "component=value,..." ("" for the defaults); raises SettingsError for anything else."""
     allowed = {name: component.values for name, component in COMPONENTS.items()}
     return Precision(**parse_assignments(VARIABLE, text, allowed))
+
+
+def floor_component(tensor: str) -> str | None:
+    """The component that keeps `tensor` ("attn.compressor.wkv", say) at BF16, or None."""
+    for name, component in COMPONENTS.items():
+        if component.tensors is not None and re.fullmatch(component.tensors, tensor):
+            return name
+    return None

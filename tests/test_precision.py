@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from sglang_dsv4.precision import COMPONENTS, Precision, parse
+from sglang_dsv4.precision import COMPONENTS, Precision, floor_component, parse
 from sglang_dsv4.settings import SettingsError
 
 FLOOR = ("lm_head", "router_gate", "compressor", "indexer_compressor", "indexer_weights")
@@ -50,3 +50,25 @@ def test_description_has_a_line_for_each_component() -> None:
     assert [line.split()[0] for line in lines] == list(COMPONENTS)
     assert lines[0].split()[:3] == ["indexer_qk", "full", "changed"]
     assert all(line.split()[1:3] == ["bf16", "default"] for line in lines[1:])
+
+
+@pytest.mark.parametrize(
+    ("tensor", "component"),
+    [
+        ("head", "lm_head"),
+        ("ffn.gate", "router_gate"),
+        ("attn.compressor.wkv", "compressor"),
+        ("attn.compressor.wgate", "compressor"),
+        ("attn.indexer.compressor.wkv", "indexer_compressor"),
+        ("attn.indexer.compressor.wgate", "indexer_compressor"),
+        ("attn.indexer.weights_proj", "indexer_weights"),
+        ("attn.indexer.wq_b", None),
+        ("attn.wkv", None),
+        ("attn.wq_b", None),
+        ("ffn.experts.*.w1", None),
+        ("ffn.shared_experts.w1", None),
+        ("embed", None),
+    ],
+)
+def test_the_floor_names_its_tensors(tensor: str, component: str | None) -> None:
+    assert floor_component(tensor) == component
