@@ -232,7 +232,9 @@ def check_checkpoint(folder: Path) -> list[Row]:
     found = f"{config.num_hidden_layers} layers ({kinds}), {config.n_routed_experts} experts"
     rows = [Row("config.json", "ok", found)]
     try:
-        return [*rows, Row("weights", "ok", str(weights.check(folder, config)))]
+        summary = weights.check(folder, config)
+        suspect = summary.below_the_floor or summary.contradictions
+        return [*rows, Row("weights", "warn" if suspect else "ok", str(summary))]
     except weights.CheckpointError as error:
         remedy = "download or convert the checkpoint again"
         return [*rows, Row("weights", "fail", str(error), "every tensor of the model", remedy)]

@@ -6,6 +6,7 @@ scheduler, allocator and radix tree go on recognising them.
 
 import json
 import logging
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -69,6 +70,11 @@ class HostConfig(_CONFIG_REGISTRY["deepseek_v4"]):  # type: ignore[name-defined]
 def raw_config(config: Any) -> dict[str, Any]:
     """The checkpoint's config.json, with --json-model-override-args applied."""
     return getattr(config, RAW_CONFIG) | json.loads(get_model().json_model_override_args)
+
+
+def checkpoint_folder() -> Path:
+    """Where the checkpoint lies."""
+    return Path(get_model().model_path)
 
 
 def parallel() -> Parallel:

@@ -112,6 +112,7 @@ def _model_class() -> None:
 
 def _config_class() -> None:
     """Both dialects of config.json, seen by the host's own ModelConfig."""
+    from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.utils.hf_transformers import common
 
     from sglang_dsv4.host import HostConfig
@@ -119,6 +120,14 @@ def _config_class() -> None:
     if "deepseek_v4" not in common._CONFIG_REGISTRY:
         raise KeyError("deepseek_v4 is not in the host's config registry")
     common._CONFIG_REGISTRY["deepseek_v4"] = HostConfig
+    native = ModelConfig._parse_quant_hf_config
+    _expect(native, "self")
+
+    def parse(self: Any) -> Any:
+        # Not hf_quant_config.json either: formats are decided per tensor.
+        return None if isinstance(self.hf_config, HostConfig) else native(self)
+
+    ModelConfig._parse_quant_hf_config = parse
 
 
 def _attention_backend() -> None:

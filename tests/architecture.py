@@ -24,9 +24,19 @@ PACKAGES = {
 # that are not above it. A new module needs a place here; a package stands for all its modules, but
 # for those that are named on their own. `cli_*` are the subcommands.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("config", "settings", "parallel", "parameters", "graph_safety_rules", "graph_safety_kinds"),
-    ("precision", "tensor_table", "attention.cache", "attention.metadata", "graph_safety_calls"),
-    ("host", "backends", "checkpoint", "tiny_weights", "nano_demo_server", "graph_safety_static"),
+    (
+        *("config", "settings", "parallel", "parameters", "checkpoint", "dequant"),
+        *("graph_safety_rules", "graph_safety_kinds"),
+    ),
+    (
+        *("precision", "tensor_table", "formats", "quantise", "graph_safety_calls"),
+        *("attention.cache", "attention.metadata"),
+    ),
+    (
+        *("host", "backends", "census", "ledger", "tiny_formats", "nano_demo_server"),
+        "graph_safety_static",
+    ),
+    ("format_claims", "tiny_weights"),
     (
         *("attention", "moe", "weights", "nano_demo_plot", "nano_demo_questions"),
         "graph_safety_trace",
