@@ -30,7 +30,7 @@ class Census:
     def add(self, row: Row, layer: int | None, held: str, name: str, run: str = "") -> None:
         """Count a weight of a layer, None outside them; name: in the file.
 
-        held, run: its format in the checkpoint, and in memory.
+        held: its format in the checkpoint. run: in words, what is made of it.
         """
         key = component(row.vendor_name), held
         self._run[key] = run
@@ -43,9 +43,9 @@ class Census:
 
     def lines(self) -> list[str]:
         """ "attn.wkv: FP8 in the checkpoint -> BF16 at load, 61 layers", for each component."""
-        low = {key for key, _ in self._quantised_floor()}
+        low = {key for key, _ in self.quantised_floor()}
         return [
-            f"{what}: {held} in the checkpoint -> {self._run[what, held]} at load"
+            f"{what}: {held} in the checkpoint -> {self._run[what, held]}"
             f"{self._in_layers(what, held)}{' (below the floor)' * ((what, held) in low)}"
             for what, held in sorted(self.examples)
         ]
@@ -55,10 +55,11 @@ class Census:
         return [
             f"{what}: {held} in the checkpoint{self._in_layers(what, held)}: below the floor"
             f" ({floor}: bf16); run in BF16, but what rounding took from it is lost"
-            for (what, held), floor in self._quantised_floor()
+            for (what, held), floor in self.quantised_floor()
         ]
 
-    def _quantised_floor(self) -> Iterator[tuple[tuple[str, str], str]]:
+    def quantised_floor(self) -> Iterator[tuple[tuple[str, str], str]]:
+        """((weight, format), component) of what the checkpoint holds in less than it needs."""
         for what, held in sorted(self.examples):
             floor = floor_component(what)
             if floor is not None and held in QUANTISED:

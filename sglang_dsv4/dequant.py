@@ -9,6 +9,7 @@ and MXFP4 as DeepSeek-V4 is released; NVFP4 as ModelOpt and as compressed-tensor
 """
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -136,25 +137,33 @@ def nvfp4_reciprocal(weight: Tensor, scale: Tensor, reciprocal: Tensor) -> Tenso
 
 def _powers_of_two(scale: Tensor) -> Tensor:
     """Byte b -> 2^(b - 127), 255 -> NaN."""
-    return _looked_up(scale, _every_byte(scale.device).view(_E8M0).float())
+    return _looked_up(scale, _every_byte(_E8M0, scale.device))
 
 
 def _e4m3(codes: Tensor) -> Tensor:
-    return _looked_up(codes, _every_byte(codes.device).view(_E4M3).float())
+    return _looked_up(codes, _every_byte(_E4M3, codes.device))
 
 
 def _scaled_groups(weight: Tensor, factors: Tensor) -> Tensor:
     """Codes [N, K/2] times the factor [N, K/group] of their group -> [N, K] fp32."""
     rows, groups = factors.shape
-    codes = torch.tensor([*E2M1, *(-value for value in E2M1)], device=weight.device)
-    pairs = torch.stack([codes.repeat(16), codes.repeat_interleave(16)], dim=1)
     # Each pair of numbers looked up as one element of 8 bytes: five times as fast on a CPU.
-    values = _looked_up(weight, pairs.view(torch.float64).view(-1)).view(torch.float32)
+    values = _looked_up(weight, _every_pair(weight.device)).view(torch.float32)
     return values.view(rows, groups, -1).mul_(factors[..., None]).view(rows, -1)
 
 
-def _every_byte(device: torch.device) -> Tensor:
-    return torch.arange(256, dtype=torch.uint8, device=device)
+@cache
+def _every_byte(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[256] fp32: what each byte means in a dtype of one byte."""
+    return torch.arange(256, dtype=torch.uint8, device=device).view(dtype).float()
+
+
+@cache
+def _every_pair(device: torch.device) -> Tensor:
+    """[256]: the two E2M1 numbers in each byte, fp32, seen as one element of 8 bytes."""
+    codes = torch.tensor([*E2M1, *(-value for value in E2M1)], device=device)
+    pairs = torch.stack([codes.repeat(16), codes.repeat_interleave(16)], dim=1)
+    return pairs.view(torch.float64).view(-1)
 
 
 def _looked_up(codes: Tensor, table: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ def contradictions(folder: Path, census: Census) -> list[str]:
 def _read(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
-    except (OSError, ValueError):  # whoever needs the file says what is wrong with it
+    except (OSError, ValueError, RecursionError):  # for others to tell
         return {}
     return content if isinstance(content, dict) else {}
 
@@ -74,14 +74,12 @@ def _about(said: Mapping[str, Any], found: set[str], census: Census) -> Iterator
     if unsaid:
         yield f"it says {' and '.join(sorted(words))}, some tensors are {_list(unsaid)}"
     yield from _about_sizes(said, groups, found)
-    ignored = [
-        str(pattern) for key in ("ignore", "exclude_modules") for pattern in said.get(key) or ()
-    ]
+    ignored = [*_texts(said.get("ignore")), *_texts(said.get("exclude_modules"))]
     for (_, held), name in sorted(census.examples.items()):
         pattern = _match(name, ignored) if held in _NVFP4 else None
         if pattern is not None:
             yield f"it leaves {pattern} unquantised, {name} is {held}"
-    targets = {str(target) for group in groups for target in group.get("targets") or ()}
+    targets = {target for group in groups for target in _texts(group.get("targets"))}
     others = {held for held in found if held not in _NVFP4}
     if "Linear" in targets and "NVFP4" in words and others:
         yield f"it makes every Linear NVFP4, some are {_list(others)}"
@@ -90,6 +88,10 @@ def _about(said: Mapping[str, Any], found: set[str], census: Census) -> Iterator
 def _mapping(said: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     value = said.get(key)
     return value if isinstance(value, dict) else {}
+
+
+def _texts(value: Any) -> list[str]:
+    return [str(item) for item in value] if isinstance(value, list) else []
 
 
 def _algorithms(said: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> set[str]:
@@ -101,7 +103,7 @@ def _algorithms(said: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) ->
         weights = _mapping(group, "weights")
         texts.append(group.get("format"))
         if weights.get("type") == "float":
-            texts.append({4: "nvfp4", 8: "fp8"}.get(weights.get("num_bits", 0)))
+            texts += [{"4": "nvfp4", "8": "fp8"}.get(str(weights.get("num_bits")))]
     upper = [str(text).upper() for text in texts if text]
     return {name for name in ("NVFP4", "FP8") if any(name in text for text in upper)}
 
@@ -128,7 +130,7 @@ def _match(name: str, patterns: Sequence[str]) -> str | None:
         if pattern.startswith("re:"):
             try:
                 matched = re.match(pattern[3:], module) is not None
-            except re.error:
+            except (re.error, OverflowError, RecursionError):
                 continue
         else:
             bare = pattern.removeprefix("model.")

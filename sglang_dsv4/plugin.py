@@ -261,21 +261,36 @@ def _check_settings() -> None:
 
 
 def _check_checkpoint(server_args: Any) -> None:
-    """Headers of a local checkpoint, before any process is started or memory taken."""
-    from sglang_dsv4 import weights
-    from sglang_dsv4.config import DSV4Config
+    """What `sglang-dsv4 inspect` asks, of a local checkpoint, before any process is started or
+    memory taken."""
+    import torch
+
+    from sglang_dsv4 import host, inspection
 
     folder = Path(server_args.model_path)
     if not folder.is_dir():
         return
+    device, memory = host.device_memory(server_args)
+    wanted = inspection.Deployment(
+        tensor_parallel=server_args.tp_size,
+        run=torch.float32 if server_args.dtype in ("float32", "float") else torch.bfloat16,
+        device=memory,
+        device_name=f"this machine's {device.upper()}",
+        shared=device == "cpu",
+        fraction=1.0,  # refuses only what no sizing of the cache can save
+        context=1,
+    )
+    headers = server_args.load_format in ("auto", "safetensors")
     try:
         overrides = json.loads(server_args.json_model_override_args)
-        config = DSV4Config.from_checkpoint(folder, overrides)
-        config.check_tensor_parallel(server_args.tp_size)
-        if server_args.load_format in ("auto", "safetensors"):
-            weights.check(folder, config)
+        found = inspection.Inspection(folder, wanted, overrides=overrides, headers=headers)
     except ValueError as error:
         raise _refusal(f"{folder} cannot be served:\n{error}") from None
+    if found.refusals:
+        raise _refusal("\n".join([f"{folder} cannot be served:", *found.refusals]))
+    logger.info("sglang-dsv4 checkpoint: %s", found.told())
+    for line in found.warnings:
+        logger.warning("sglang-dsv4 checkpoint: %s", line)
 
 
 def _warn_of_missing_parsers(server_args: Any) -> None:

@@ -7,10 +7,13 @@ MXFP4, ModelOpt for NVFP4.
 import torch
 from torch import Tensor
 
+from sglang_dsv4 import dequant
 from sglang_dsv4.dequant import FP8_BLOCK, MXFP4_GROUP, NVFP4_GROUP
 
 E2M1_MAX, E4M3_MAX = 6.0, 448.0
-SMALLEST_SCALE = 2.0**-9  # above 0 in E4M3
+E4M3_TOP, E4M3_BOTTOM = 8, -9  # exponents of the powers of two in E4M3, subnormal ones included
+SMALLEST_SCALE = 2.0**E4M3_BOTTOM  # above 0 in E4M3
+CHUNK = 1 << 20  # values worked on at a time
 # Halfway between neighbours of E2M1; a tie goes to the even code: the lower, or the upper one.
 _ABOVE, _FROM = (0.25, 1.25, 2.5, 5.0), (0.75, 1.75, 3.5)
 
@@ -40,15 +43,59 @@ def nvfp4(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     The scale of a group is never 0; that of a group of zeros is 1, as in ModelOpt.
     """
+    low, high = torch.aminmax(values)
+    most = torch.maximum(-low, high).float()
+    global_scale = torch.where(most == 0, 1.0, most / (E2M1_MAX * E4M3_MAX))
+    # Some rows at a time: a matrix of billions needs no second and third one in FP32 beside it.
+    chunks = values.split(max(1, CHUNK // values.shape[1]))
+    codes, scales = zip(*(_nvfp4_rows(rows, global_scale) for rows in chunks), strict=True)
+    return torch.cat(codes), torch.cat(scales), global_scale
+
+
+def _nvfp4_rows(values: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
     groups = values.float().unflatten(1, (-1, NVFP4_GROUP))
     largest = groups.abs().amax(dim=2)
-    most = largest.amax()
-    global_scale = torch.where(most == 0, 1.0, most / (E2M1_MAX * E4M3_MAX))
     scale = largest / (E2M1_MAX * global_scale)
     scale = torch.where(largest == 0, 1.0, scale).clamp(SMALLEST_SCALE, E4M3_MAX)
     scale = scale.to(torch.float8_e4m3fn)
-    codes = pack_e2m1((groups / (scale.float() * global_scale)[..., None]).flatten(1))
-    return codes, scale, global_scale
+    return pack_e2m1((groups / (scale.float() * global_scale)[..., None]).flatten(1)), scale
+
+
+def nvfp4_from_mxfp4(weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Bytes [N, K/2] and UE8M0 [N, K/32], as `dequant.mxfp4` takes them -> as `nvfp4`, and lossy.
+
+    The codes stay. The factor of the whole is a power of two, so that the largest scale becomes
+    2^8, the largest power of two in E4M3. The smallest is 2^-9: every block whose scale is at
+    most 2^17 below the largest keeps its values exactly, and so does a block of zeros. The codes
+    of the others are rounded anew for 2^-9. lossy [N, K/32] bool: where this changed a value.
+    """
+    codes = weight.view(torch.uint8)
+    exponent = scale.view(torch.uint8).int() - 127
+    empty = (codes.unflatten(1, (-1, MXFP4_GROUP // 2)) & 0x77).amax(dim=2) == 0
+    top = torch.where(empty, -127, exponent).amax()
+    factor = (top - E4M3_TOP).clamp(min=-126)  # 2^-126 is the smallest that is normal in FP32
+    relative = torch.where(empty, 0, exponent - factor)
+    lossy = torch.zeros_like(empty)
+    small = relative < E4M3_BOTTOM
+    if bool(small.any()):
+        codes = codes.unflatten(1, (-1, MXFP4_GROUP // 2)).clone()
+        codes[small], lossy[small] = _finer(codes[small], relative[small] - E4M3_BOTTOM)
+        codes = codes.flatten(1)
+    scales = _two_to(relative.clamp(min=E4M3_BOTTOM)).to(torch.float8_e4m3fn)
+    scales = scales.repeat_interleave(MXFP4_GROUP // NVFP4_GROUP, dim=1)
+    return codes, scales, _two_to(factor), lossy
+
+
+def _two_to(exponent: Tensor) -> Tensor:
+    return torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
+
+
+def _finer(codes: Tensor, exponent: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes [blocks, 16] bytes of their values times 2^exponent, and where those are others."""
+    ones = torch.full((len(codes), 1), 127, dtype=torch.uint8, device=codes.device)
+    wanted = torch.ldexp(dequant.mxfp4(codes, ones), exponent[:, None])
+    rounded = pack_e2m1(wanted)
+    return rounded, (dequant.mxfp4(rounded, ones) != wanted).any(dim=1)
 
 
 def _power_of_two(least: Tensor) -> Tensor:

@@ -9,19 +9,20 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from sglang_dsv4 import format_claims
-from sglang_dsv4.census import Census
+from sglang_dsv4 import dequant, format_claims, quantise
+from sglang_dsv4.census import Census, component
 from sglang_dsv4.checkpoint import CheckpointError, Header, read_index, read_shards
 from sglang_dsv4.config import DSV4Config
-from sglang_dsv4.formats import DTYPE_NAMES, LAYOUTS, Found, Part, Stored, TensorFormat
+from sglang_dsv4.formats import CHUNK, DTYPE_NAMES, LAYOUTS, Found, Part, Stored, TensorFormat
 from sglang_dsv4.ledger import Delivery, Ledger, counted, is_matrix
+from sglang_dsv4.precision import VARIABLE, Precision
 from sglang_dsv4.tensor_table import Kept, Slot
 
 __all__ = ["CheckpointError", "CheckpointSummary", "LoadReport", "check", "load"]
@@ -112,13 +113,15 @@ class LoadReport:
     """What one rank loaded.
 
     tensors: used, scales among them. converted, skipped: weights and tensors, counted by kind.
-    components: a line for each, of what the checkpoint holds and what we run.
+    components: a line for each, of what the checkpoint holds and what we run. quantised_floor:
+    component of the floor -> the format in which the checkpoint holds some of it.
     """
 
     tensors: int
     converted: Mapping[str, int]
     skipped: Mapping[str, int]
     components: Sequence[str] = ()
+    quantised_floor: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         first = (
@@ -137,6 +140,7 @@ def load(
     rank: int,
     size: int,
     total_bytes: int | None = None,
+    chosen: Precision | None = None,
 ) -> LoadReport:
     """Copies each tensor of a stream into `model`, without holding on to it.
 
@@ -147,13 +151,15 @@ def load(
     tensors: (name in any spelling, full tensor), in any order; `check` has seen their headers.
     rank, size: this process among those that share the model.
     total_bytes: of the stream, for a progress bar on a terminal; None shows none.
+    chosen: says what to round to NVFP4 values, unless it is quantised already; None for nothing.
 
     Raises CheckpointError: at once for values that are NaN, infinite or not an expert's number;
     after the stream for tensors that are unknown, missing, repeated, misshaped, of no known format
     or without their scales.
     """
     ledger = Ledger(config)
-    place = _Placing(_parameters(model, ledger, size), ledger, rank, size)
+    parameters = _parameters(model, ledger, size)
+    place = _Placing(parameters, ledger, rank, size, chosen or Precision())
     hidden = True if total_bytes is None else None  # None: hidden where there is no terminal
     with tqdm(
         total=total_bytes, unit="B", unit_scale=True, desc="weights", disable=hidden
@@ -165,16 +171,24 @@ def load(
                 place.whole(delivery)
             progress.update(tensor.nbytes)
     ledger.settle("The checkpoint")
-    return LoadReport(ledger.used, place.converted, ledger.skipped, place.census.lines())
+    census = place.census
+    low = {floor: held for (_, held), floor in census.quantised_floor()}
+    return LoadReport(ledger.used, place.converted, ledger.skipped, census.lines(), low)
 
 
 class _Placing:
     """Puts weights where they belong in one rank's parameters, and counts what it converted."""
 
     def __init__(
-        self, parameters: Mapping[str, Tensor], ledger: Ledger, rank: int, size: int
+        self,
+        parameters: Mapping[str, Tensor],
+        ledger: Ledger,
+        rank: int,
+        size: int,
+        chosen: Precision,
     ) -> None:
         self.parameters, self.ledger, self.rank, self.size = parameters, ledger, rank, size
+        self.chosen = chosen
         self.census = Census()
         self.converted: Counter[str] = Counter()
 
@@ -182,13 +196,17 @@ class _Placing:
         """Place a stored weight: one matrix, or all that a stack holds."""
         stored, supplied = delivery
         slots = [self.ledger.owed[known] for known in supplied]
-        if stored.format in LAYOUTS:
+        flips = is_matrix(slots[0]) and self.chosen.flips(component(slots[0].row.vendor_name))
+        quantised = stored.format in LAYOUTS
+        if quantised:
             _check_global_scales(stored)
         for number, slot in enumerate(slots):
-            region = _region(self.parameters[slot.parameter], slot)
-            if stored.format in LAYOUTS:
+            region = slot_view(self.parameters[slot.parameter], slot)
+            if quantised:
                 rows, columns = _ranges(slot, self.rank, self.size)
                 stored.fill(region, rows, columns, matrix=number, matrices=len(slots))
+            elif flips:
+                _fill_rounded(region, stored, *_ranges(slot, self.rank, self.size))
             else:
                 values = stored.tensor().reshape(-1, *slot.shape)[number]
                 region.copy_(_share(values, slot, self.rank, self.size))
@@ -196,7 +214,33 @@ class _Placing:
         run = DTYPE_NAMES[region.dtype]
         if run != stored.held():
             self.converted[f"{stored.held()} to {run}"] += 1
+        run += " at load"
+        if flips:
+            run += ", not flipped: quantised already"
+            run = run if quantised else "NVFP4 values (flipped)"
         _count(self.census, delivery, self.ledger, run)
+
+
+def _fill_rounded(region: Tensor, stored: Stored, rows: range, columns: range) -> None:
+    """Copies to `region` what an NVFP4 checkpoint would hold of a dense matrix [rows, columns].
+
+    The factor of the whole matrix follows from its largest value. So the row that has it joins each
+    chunk of rows: chunks, and ranks, round as the whole would be rounded at once.
+    """
+    values = stored.tensor()
+    if values.shape[1] % dequant.NVFP4_GROUP:
+        raise CheckpointError(
+            f"{stored.name}: NVFP4 needs a multiple of {dequant.NVFP4_GROUP} inputs, found"
+            f" {values.shape[1]}: leave its component at bf16 ({VARIABLE})"
+        )
+    low, high = torch.aminmax(values, dim=1)
+    largest = values[torch.maximum(-low, high).argmax()].unsqueeze(0)
+    step = max(1, CHUNK // values.shape[1])
+    for first in range(rows.start, rows.stop, step):
+        chunk = values[first : min(first + step, rows.stop)]
+        rounded = dequant.nvfp4(*quantise.nvfp4(torch.cat([chunk, largest])))[: len(chunk)]
+        part = region[first - rows.start :][: len(chunk)]
+        part.copy_(rounded[:, columns.start : columns.stop])
 
 
 def _parameters(model: nn.Module, ledger: Ledger, size: int) -> dict[str, Tensor]:
@@ -224,7 +268,7 @@ def _parameters(model: nn.Module, ledger: Ledger, size: int) -> dict[str, Tensor
     return found
 
 
-def _region(parameter: Tensor, slot: Slot) -> Tensor:
+def slot_view(parameter: Tensor, slot: Slot) -> Tensor:
     """The view of `parameter` that `slot` fills: an expert's, and of that a block of rows."""
     region = parameter if slot.expert is None else parameter[slot.expert]
     rows = region.shape[0] // slot.row.parts
@@ -259,8 +303,7 @@ def _check_global_scales(stored: Stored) -> None:
         if part not in stored.parts:
             continue
         low, high = (bound.item() for bound in torch.aminmax(stored.tensor(part).float()))
-        divides = part is Part.RECIPROCAL
-        if not (0 <= low <= high < math.inf) or (divides and low == 0):
+        if not 0 < low <= high < math.inf:
             name = stored.parts[part].name
             raise CheckpointError(
                 f"{name}: expected a positive number, found {low}"

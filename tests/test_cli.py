@@ -17,7 +17,14 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from sglang_dsv4 import cli_doctor, cli_make_tiny, dequant, tiny_weights, weights
+from sglang_dsv4 import (
+    cli_doctor,
+    cli_make_tiny,
+    dequant,
+    doctor_checkpoint,
+    tiny_weights,
+    weights,
+)
 from sglang_dsv4.cli import main
 from sglang_dsv4.cli_doctor import Row
 from sglang_dsv4.cli_make_tiny import write_checkpoint
@@ -574,7 +581,7 @@ def test_chat_encoding_of_deepseek_accepts_the_tokenizer(made: dict[tuple[str, s
     letters = [encoded[1], *encoded[3:5]]
     assert encoded == [start, letters[0], user, *letters[1:], assistant, end]
     assert ids[BOS] == 0 and ids[EOS] == 1
-    assert set(cli_doctor._CHAT_TOKENS) <= ids.keys()
+    assert set(doctor_checkpoint.CHAT_TOKENS) <= ids.keys()
 
 
 # ---- doctor ----
@@ -620,8 +627,15 @@ def test_doctor_is_content_here(
     assert rows["hook model_class"]["status"] == "ok"
     assert "op sparse_attention" in rows
     assert rows["precision indexer_qk"]["found"] == "fp4"
-    assert rows["config.json"]["found"] == "7 layers (2 SWA, 3 CSA, 2 HCA), 8 experts"
+    config = "7 layers (2 SWA, 3 CSA, 2 HCA), 8 experts; transformers'"
+    assert rows["config.json"]["found"] == config
     assert "205 tensors" in rows["weights"]["found"]
+    assert rows["draft head"]["found"] == "none"
+    assert rows["tensor parallel"]["found"] == "1; sizes that work: 1, 2, 4, 8"
+    assert "at most" in rows["memory"]["found"]
+    parsers = "--tool-call-parser deepseekv4 --reasoning-parser deepseek-v4"
+    assert rows["parsers"]["found"].endswith(parsers)
+    assert "auto or bf16 or bfloat16" in rows["--kv-cache-dtype"]["found"]
     assert rows["tokenizer"]["found"] == "384 tokens"
 
 
@@ -758,8 +772,9 @@ def test_checkpoint_without_a_tensor(made: dict[tuple[str, str], Path], tmp_path
     tensors = load_file(folder / "model.safetensors")
     del tensors["layers.3.attn.attn_sink"]
     save_file(tensors, folder / "model.safetensors")
-    config, found = cli_doctor.check_checkpoint(folder)
+    config, found, *others = cli_doctor.check_checkpoint(folder)
     assert (config.status, found.status) == ("ok", "fail")
+    assert {row.status for row in others} == {"ok"}
     assert "layers.3.attn.attn_sink" in found.found and found.remedy
 
 

@@ -531,7 +531,7 @@ def test_each_component_has_a_line(made: Made, nvfp4: Tensors) -> None:
 def test_violations_of_the_floor_are_reported(made: Made, caplog: pytest.LogCaptureFixture) -> None:
     summary = check(made["nvfp4-all"], CONFIG)
     assert tuple(line.partition(":")[0] for line in summary.below_the_floor) == FLOOR
-    assert "below the floor (compressor: bf16)" in summary.below_the_floor[1]
+    assert "below the floor (compressor_kv: bf16)" in summary.below_the_floor[1]
     assert all(line in str(summary) and line in caplog.text for line in summary.below_the_floor)
     for name in set(FORMATS) - {"nvfp4-all"}:
         assert check(made[name], CONFIG).below_the_floor == []

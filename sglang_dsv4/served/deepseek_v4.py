@@ -30,7 +30,7 @@ class DeepseekV4ForCausalLM(nn.Module):
         self.parallel = host.parallel()
         self.config.check_tensor_parallel(self.parallel.size)
         settings = Settings.read()
-        chosen = precision.parse(settings.precision)
+        self.chosen = chosen = precision.parse(settings.precision)
         self.ops = choose(Machine.probe(host.device()), settings.ops)
         logger.info("sglang-dsv4 precision:\n%s", chosen.describe())
         logger.info("sglang-dsv4 ops:\n%s", "\n".join(self.ops.describe()))
@@ -54,7 +54,7 @@ class DeepseekV4ForCausalLM(nn.Module):
         rank, size = self.parallel.rank, self.parallel.size
         total = checkpoint.total_bytes(host.checkpoint_folder()) if rank == 0 else None
         report = weights.load(
-            self, stream, self.config, rank=rank, size=size, total_bytes=total
+            self, stream, self.config, rank=rank, size=size, total_bytes=total, chosen=self.chosen
         )
         logger.info("sglang-dsv4 weights: %s", report)
 

@@ -1,4 +1,8 @@
-"""Quantised checkpoints are served: the tokens of the model with the same weights, dense."""
+"""Quantised checkpoints are served: the tokens of the model with the same weights, dense.
+
+One server has a layer in each format. The values of a whole checkpoint in each are compared without
+a server, in `tests/test_formats.py`.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from checkpoint_files import dense_twin, read
+from checkpoint_files import dense_twin
 from inprocess import Runner
+from mixed_formats import write_mixed
 from serving import Server
-from sglang_dsv4.cli_make_tiny import write_checkpoint
 
 COUNT = 12
 LENGTHS = (3, 130, 257)
@@ -35,15 +39,12 @@ def greedy(runner: Runner, tokens: list[int]) -> tuple[list[int], list[float]]:
         logits = runner.run(request, chosen[-1:])[-1]
 
 
-@pytest.mark.parametrize("name", ["vendor", "nvfp4-all"])
-def test_answers_are_those_of_the_dense_twin(
-    name: str, serve: Callable[..., Server], tmp_path: Path
-) -> None:
-    """FP8 with MXFP4 as released, and NVFP4 throughout as ModelOpt writes it, its config beside."""
-    folder, twin = tmp_path / name, tmp_path / "twin"
-    write_checkpoint(folder, preset="tiny", format=name)
+def test_answers_are_those_of_the_dense_twin(serve: Callable[..., Server], tmp_path: Path) -> None:
+    """With a config.json that says NVFP4 throughout, as ModelOpt writes it."""
+    folder, twin = tmp_path / "mixed", tmp_path / "twin"
+    tensors = write_mixed(folder)
     twin.mkdir()
-    save_file(dense_twin(read(folder), torch.float32), twin / "model.safetensors")
+    save_file(dense_twin(tensors.items(), torch.float32), twin / "model.safetensors")
     (twin / "config.json").write_bytes((folder / "config.json").read_bytes())
     runner = Runner(twin)
     wanted = [greedy(runner, prompt(length)) for length in LENGTHS]
@@ -54,7 +55,9 @@ def test_answers_are_those_of_the_dense_twin(
         assert min(reply.gaps) > 1e-3  # no near tie, else tokens need not agree
         assert list(reply.tokens) == tokens
         assert reply.logprobs == pytest.approx(logprobs, abs=1e-4)
-    held = {"vendor": "MXFP4", "nvfp4-all": "NVFP4"}[name]
-    assert f"ffn.experts.*.w1: {held} in the checkpoint -> F32 at load, 7 layers" in log
-    told = "attn.compressor.wkv: NVFP4 in the checkpoint, 5 layers: below the floor"
-    assert (told in log) == (name == "nvfp4-all")
+    experts = {"BF16": 1, "FP8": 1, "MXFP4": 1, "NVFP4": 2, "compressed-tensors NVFP4": 2}
+    for held, layers in experts.items():
+        counted = f"{layers} layer{'s' * (layers > 1)}\n"
+        line = f"ffn.experts.*.w1: {held} in the checkpoint -> F32 at load, {counted}"
+        assert line in log
+    assert "attn.compressor.wkv: NVFP4 in the checkpoint, 1 layer: below the floor" in log
