@@ -168,7 +168,7 @@ def _values(step: Step, stored: Stored, number: int) -> Tensor:
     """One matrix of a weight as numbers: in the source's own dtype, or else in FP32."""
     if step.format not in LAYOUTS:
         return stored.tensor().reshape(-1, *step.shape)[number]
-    values = torch.empty(step.shape)
+    values = torch.empty(step.shape, dtype=torch.float32)
     rows, columns = (range(length) for length in step.shape)
     stored.fill(values, rows, columns, matrix=number, matrices=len(step.modules))
     return values

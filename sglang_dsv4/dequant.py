@@ -161,7 +161,8 @@ def _every_byte(dtype: torch.dtype, device: torch.device) -> Tensor:
 @cache
 def _every_pair(device: torch.device) -> Tensor:
     """[256]: the two E2M1 numbers in each byte, fp32, seen as one element of 8 bytes."""
-    codes = torch.tensor([*E2M1, *(-value for value in E2M1)], device=device)
+    numbers = [*E2M1, *(-value for value in E2M1)]
+    codes = torch.tensor(numbers, dtype=torch.float32, device=device)  # whatever the default is
     pairs = torch.stack([codes.repeat(16), codes.repeat_interleave(16)], dim=1)
     return pairs.view(torch.float64).view(-1)
 

@@ -234,6 +234,20 @@ def test_dense_weights_are_rounded_to_nearest(weights: str, made: Made, tmp_path
     assert factors[0] != factors[1]  # gate and up have their own
 
 
+def test_loading_does_not_depend_on_the_default_dtype(made: Made, tmp_path: Path) -> None:
+    """SGLang loads while torch's default is the model's dtype. In a process that never did."""
+    code = (
+        "import sys, torch; from pathlib import Path; from test_convert import loaded, read\n"
+        "tensors = dict(read(Path(sys.argv[1])))\n"
+        "torch.set_default_dtype(torch.bfloat16)\n"
+        "torch.save(loaded(tensors), sys.argv[2])"
+    )
+    command = [sys.executable, "-c", code, str(made["vendor"]), str(tmp_path / "loaded.pt")]
+    subprocess.run(command, check=True, cwd=Path(__file__).parent)
+    found = torch.load(tmp_path / "loaded.pt")
+    assert_same(found, loaded(dict(read(made["vendor"]))))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_other_dtypes_and_names(dtype: torch.dtype, made: Made, tmp_path: Path) -> None:
     """From transformers' names and dtypes; stacked experts come apart; the floor becomes BF16."""
