@@ -100,7 +100,7 @@ class Attention(nn.Module):
 
     def _project(self, out: torch.Tensor) -> torch.Tensor:
         """Each group of heads goes down to o_lora channels, then all groups mix: [T, D]."""
-        grouped = out.reshape(out.shape[0], self.groups, -1)
+        grouped = out.flatten(1).unflatten(1, (self.groups, -1))
         wo_a = self.wo_a.weight.view(self.groups, self.o_lora, -1)
         latent = torch.einsum("tgi,goi->tgo", grouped, wo_a)
         return self.parallel.all_reduce(functional.linear(latent.flatten(1), self.wo_b.weight))

@@ -1,14 +1,20 @@
 #!/usr/bin/env python
-"""The model card and the picture of a training run. As a script: draws FOLDER/training.png."""
+"""The model card and the picture of a training run, and the card of what was converted from it."""
 
 import argparse
 import json
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
+import nano_eval
+import nano_model
+import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from transformers import DeepseekV4ForCausalLM
+from transformers.utils import logging
 
 _CARD = """\
 ---
@@ -35,7 +41,7 @@ was told and nothing else.
 * **Training**: {tokens:.1f} M tokens in {steps} steps, {minutes:.1f} minutes on one {device},
   float32 with TF32 products; transformers {transformers}, torch {torch}, seed {seed}. Indexers
   through the FP4 grid (Hadamard, straight-through), from the attention of their layers.
-* **Length**: rows of at most 2,048 tokens were seen.
+{conversion}* **Length**: rows of at most 2,048 tokens were seen.
 
 ## Accuracy
 
@@ -55,11 +61,23 @@ The literal sections of the chat encoding are those of deepseek-recipe (MIT).
 """
 
 
+_CONVERSION = """\
+* **Formats**: trained in float32 and rounded to BF16, then converted by
+  `{command}`:
+  {nvfp4} linear weights are NVFP4 (codes of 4 bits, an E4M3 scale for 16, an FP32 factor for each
+  matrix), the rest is BF16 or FP32. The figures below are those of the converted checkpoint.
+"""
+
+
 def write(
     out: Path, log: dict[str, Any], model: DeepseekV4ForCausalLM, tokenizer: Tokenizer
 ) -> None:
-    """README.md beside the checkpoint in `out`; `log` is what training.json holds."""
-    config, final = model.config, log["final"]
+    """README.md beside the checkpoint in `out`; `log` is what training.json holds.
+
+    Of a converted one, log["converted"] has the command, its NVFP4 weights and their accuracy.
+    """
+    converted = log.get("converted")
+    config, final = model.config, (converted or log)["final"]
     short = {"sliding": "SWA", "compressed": "CSA", "heavily": "HCA"}
     shares = {name: value for name, value in final.items() if isinstance(value, float)}
     shares.pop("seconds_in_all", None)
@@ -85,10 +103,48 @@ def write(
         minutes=log["seconds_trained"] / 60,
         seed=log["plan"]["seed"],
         table="\n".join(rows),
+        conversion=_CONVERSION.format(**converted) if converted else "",
         recited=", ".join(map(str, final["recitation_tokens"])),
         **log["machine"],
     )
     (out / "README.md").write_text(text, encoding="utf-8")
+
+
+def convert(folder: Path, command: str, counts: nano_eval.Counts) -> None:
+    """Evaluates the NVFP4 checkpoint that `command` made in `folder`; notes it in training.json,
+    and rewrites its card."""
+    logging.set_verbosity_error()  # It warns of a YaRN factor that the release has, too.
+    tensors, log = dense(folder), json.loads((folder / "training.json").read_text())
+    with tempfile.TemporaryDirectory() as whole:
+        save_file(tensors, Path(whole, "model.safetensors"), metadata={"format": "pt"})
+        config = json.loads((folder / "config.json").read_text())
+        del config["quantization_config"]  # transformers would look for a quantiser
+        Path(whole, "config.json").write_text(json.dumps(config))
+        model = DeepseekV4ForCausalLM.from_pretrained(whole, dtype=torch.float32)
+    nano_model.score_on_fp4_grid(model)
+    nano_model.use_exact_parts(model)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    final = nano_eval.generated(model, tokenizer, nano_eval.question_sets(counts), counts)
+    quantised = sum(name.endswith("weight_scale_2") for name in load_file(_weights(folder)))
+    log["converted"] = {"command": command, "nvfp4": quantised, "final": final}
+    (folder / "training.json").write_text(json.dumps(log, indent=1) + "\n")
+    write(folder, log, model, tokenizer)
+
+
+def _weights(folder: Path) -> Path:
+    return folder / "model.safetensors"
+
+
+def dense(folder: Path) -> dict[str, torch.Tensor]:
+    """Every weight in `folder`, what is NVFP4 as float32."""
+    from sglang_dsv4 import dequant  # training does without the package
+
+    tensors = load_file(_weights(folder))
+    for factor in [name for name in tensors if name.endswith(".weight_scale_2")]:
+        weight = factor.removesuffix("_scale_2")
+        scale = tensors.pop(f"{weight}_scale")
+        tensors[weight] = dequant.nvfp4(tensors[weight], scale, tensors.pop(factor))
+    return tensors
 
 
 def plot(path: Path, log: dict[str, Any]) -> bool:
@@ -124,16 +180,22 @@ def plot(path: Path, log: dict[str, Any]) -> bool:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
-        description="Draws training.png from a run's training.json.",
-        epilog="example:\n  scripts/nano_card.py /tmp/nano",
+        description="Draws training.png from a run's training.json; or, with --converted, evaluates"
+        " an NVFP4 copy of its checkpoint and writes the card, README.md (some minutes on a CPU).",
+        epilog="examples:\n  scripts/nano_card.py /tmp/nano\n  scripts/nano_card.py /tmp/nvfp4"
+        " --converted 'sglang-dsv4 convert /tmp/nano /tmp/nvfp4 --weights all'",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("folder", type=Path, help="what train_nano.py --out named")
+    parser.add_argument("folder", type=Path, help="what train_nano.py --out, or convert, wrote")
     parser.add_argument("--png", type=Path, help="(default: training.png in that folder)")
+    parser.add_argument("--converted", metavar="COMMAND", help="by which the folder was converted")
     arguments = parser.parse_args()
     log_path = arguments.folder / "training.json"
     if not log_path.is_file():
         parser.error(f"{log_path} is not there: name the folder that train_nano.py --out wrote")
+    if arguments.converted:
+        convert(arguments.folder, arguments.converted, nano_eval.Counts())
+        sys.exit()
     png = arguments.png or arguments.folder / "training.png"
     if not plot(png, json.loads(log_path.read_text())):
         sys.exit("matplotlib is not installed: pip install matplotlib")

@@ -11,12 +11,18 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, requires, version
 from pathlib import Path
 
 from sglang_dsv4 import __version__, precision
-from sglang_dsv4.config import ConfigError, DSV4Config, LayerKind
+from sglang_dsv4.doctor_checkpoint import (
+    Row,
+    check_checkpoint,
+    check_options,
+    check_tokenizer,
+    machine_memory,
+)
 from sglang_dsv4.settings import Settings, SettingsError
 
 CHECK_FAILED = 1
@@ -24,14 +30,15 @@ CHECK_FAILED = 1
 _DESCRIPTION = """\
 Checks versions against pins, the plugin and its hooks into SGLang, the device, the providers of
 the ops, the switches in the environment and, where CKPT is given, a checkpoint: its config.json,
-the headers of its safetensors and its tokenizer. Loads no weights and starts no server.
+the headers of its safetensors, its draft head, its tokenizer, the memory that it needs on this
+machine, and the options with which to serve it. Loads no weights and starts no server.
 
 A row is ok, warn (works, but look at it) or fail (cannot serve). Exit code 1 if a row fails.
 """
 _EXAMPLES = """\
 examples:
   sglang-dsv4 doctor
-  sglang-dsv4 doctor /models/DeepSeek-V4-Flash
+  sglang-dsv4 doctor /models/DeepSeek-V4-Flash --tp 8
   sglang-dsv4 doctor --json | python -m json.tool
 """
 
@@ -40,22 +47,6 @@ _PLUGIN_TARGET = "sglang_dsv4.plugin:register"
 _REINSTALL = "install the plugin in this environment: pip install --no-deps . in its repository"
 # Packages whose version SGLang pins and whose behaviour ours depends on.
 _HOST_PINNED = ("torch", "transformers", "tokenizers", "xgrammar", "deepseek-recipe")
-# What the chat encoding looks up in the tokenizer.
-_CHAT_TOKENS = (
-    *("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"),
-    *("<｜latest_reminder｜>", "<think>", "</think>", "｜DSML｜"),
-)
-
-
-@dataclass(frozen=True)
-class Row:
-    """The result of one check; `status` is "ok", "warn" or "fail"."""
-
-    name: str
-    status: str
-    found: str
-    expected: str = ""
-    remedy: str = ""
 
 
 def add_parser(
@@ -72,7 +63,16 @@ def add_parser(
     parser.add_argument(
         "checkpoint", metavar="CKPT", type=Path, nargs="?", help="folder of a checkpoint to check"
     )
+    parser.add_argument(
+        "--tp", metavar="N", type=_positive, default=1, help="tensor-parallel ranks (default: 1)"
+    )
     return parser
+
+
+def _positive(text: str) -> int:
+    if not (text.isascii() and text.isdecimal()) or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number above 0, found {text!r}")
+    return int(text)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
         print("checking, this can take half a minute ...", file=sys.stderr)
     # Imports of SGLang log and warn; here they would bury the answer.
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        rows = check_all(arguments.checkpoint)
+        rows = check_all(arguments.checkpoint, arguments.tp)
     failed = any(row.status == "fail" for row in rows)
     if arguments.json:
         print(json.dumps({"ok": not failed, "rows": [asdict(row) for row in rows]}))
@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
     return CHECK_FAILED if failed else 0
 
 
-def check_all(checkpoint: Path | None) -> list[Row]:
+def check_all(checkpoint: Path | None, ranks: int = 1) -> list[Row]:
     """Every check in order; one that breaks down is a failed row, not the end of the others."""
     checks: list[tuple[str, Callable[[], list[Row]]]] = [
         ("versions", check_versions),
@@ -102,8 +102,9 @@ def check_all(checkpoint: Path | None) -> list[Row]:
     ]
     if checkpoint is not None:
         checks += [
-            ("checkpoint", lambda: check_checkpoint(checkpoint)),
+            ("checkpoint", lambda: check_checkpoint(checkpoint, ranks)),
             ("tokenizer", lambda: check_tokenizer(checkpoint)),
+            ("options", check_options),
         ]
     rows: list[Row] = []
     for name, check in checks:
@@ -148,17 +149,14 @@ def _version_row(package: str, pin: str, when_different: str) -> Row:
 
 
 def check_device() -> list[Row]:
-    import torch
-
     from sglang_dsv4.backends import Machine
 
     machine = Machine.probe()
+    memory = machine_memory(machine) / 2**30
     if machine.capability is not None:
-        memory = torch.cuda.mem_get_info()[1] / 2**30
         capability = ".".join(map(str, machine.capability))
         found = f"{machine.name}, compute capability {capability}, {memory:.0f} GiB"
         return [Row("device", "ok", found)]
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     found = f"CPU, {len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB"
     if Path("/proc/driver/nvidia/version").exists():
         remedy = "an NVIDIA driver is there: install a torch built for CUDA"
@@ -218,43 +216,6 @@ def check_precision() -> list[Row]:
         value, default = getattr(chosen, name), component.values[0]
         rows.append(Row(f"precision {name}", "ok", value, "" if value == default else default))
     return rows
-
-
-def check_checkpoint(folder: Path) -> list[Row]:
-    """config.json, and the headers of the safetensors against it."""
-    from sglang_dsv4 import weights
-
-    try:
-        config = DSV4Config.from_checkpoint(folder)
-    except ConfigError as error:
-        return [Row("config.json", "fail", str(error), "a DeepSeek-V4 config.json")]
-    kinds = ", ".join(f"{config.layer_kinds.count(kind)} {kind.name}" for kind in LayerKind)
-    found = f"{config.num_hidden_layers} layers ({kinds}), {config.n_routed_experts} experts"
-    rows = [Row("config.json", "ok", found)]
-    try:
-        return [*rows, Row("weights", "ok", str(weights.check(folder, config)))]
-    except weights.CheckpointError as error:
-        remedy = "download or convert the checkpoint again"
-        return [*rows, Row("weights", "fail", str(error), "every tensor of the model", remedy)]
-
-
-def check_tokenizer(folder: Path) -> list[Row]:
-    """The tokens without which SGLang's chat encoding refuses to start."""
-    from tokenizers import Tokenizer
-
-    path = folder / "tokenizer.json"
-    remedy = "copy the tokenizer's files from the original checkpoint"
-    if not path.is_file():
-        return [Row("tokenizer", "fail", "no tokenizer.json", "a fast tokenizer", remedy)]
-    try:
-        known = Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True)
-    except Exception as error:  # the library raises nothing more precise
-        return [Row("tokenizer", "fail", f"{path}: {error}", "a fast tokenizer", remedy)]
-    missing = [token for token in _CHAT_TOKENS if token not in known]
-    if missing:
-        found = f"no {' '.join(missing)}"
-        return [Row("tokenizer", "fail", found, "DeepSeek's special tokens", remedy)]
-    return [Row("tokenizer", "ok", f"{len(known)} tokens")]
 
 
 def render(rows: list[Row]) -> str:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from sglang_dsv4.config import DSV4Config
-from sglang_dsv4.tiny_weights import Entry, hf_entries, values, vendor_entries
+from sglang_dsv4.tiny_formats import RECIPES
+from sglang_dsv4.tiny_weights import Entry, quantised_entries, tensors
 
 _DESCRIPTION = """\
 Writes a small random checkpoint: config.json, safetensors, generation_config.json and a
@@ -24,6 +25,16 @@ presets:
             experts a layer instead of 256; 4.3 GB in bfloat16
   pro-2l    the same of V4-Pro's widths, but 16 experts a layer instead of 384; 9.5 GB in
             bfloat16
+
+formats:
+  bf16                       nothing quantised; the dtype is that of --dtype
+  vendor                     as released: FP8 in blocks of 128x128, experts in MXFP4
+  fp8-base                   as the base models: experts in FP8, too
+  nvfp4-experts              as released, but the experts in ModelOpt's NVFP4
+  nvfp4-all                  every linear layer but the head in ModelOpt's NVFP4, names of hf
+  compressed-tensors-w4a4    experts in packed NVFP4, attention in FP8
+  compressed-tensors-w4a16   experts and attention in packed NVFP4, names of hf
+Values that are not quantised have the dtype of --dtype. The sizes above are of bf16.
 """
 
 PRESETS = ("tiny", "flash-2l", "pro-2l")
@@ -97,9 +108,14 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> argparse.Argument
     parser.add_argument(
         "--names",
         choices=("vendor", "hf"),
-        default="vendor",
         help="dialect of config.json and tensor names: as the model is shipped, or as"
-        " transformers names them (default: vendor)",
+        " transformers names them (default: that in which the format circulates, else vendor)",
+    )
+    parser.add_argument(
+        "--format",
+        choices=RECIPES,
+        default="bf16",
+        help="how weights are stored (default: bf16)",
     )
     parser.add_argument(
         "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="(default: bfloat16)"
@@ -116,6 +132,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.out,
         preset=arguments.preset,
         names=arguments.names,
+        format=arguments.format,
         dtype=arguments.dtype,
         seed=arguments.seed,
         force=arguments.force,
@@ -138,7 +155,8 @@ def write_checkpoint(
     out: Path,
     *,
     preset: str,
-    names: str = "vendor",
+    names: str | None = None,
+    format: str = "bf16",
     dtype: str = "bfloat16",
     seed: int = 0,
     force: bool = False,
@@ -147,12 +165,14 @@ def write_checkpoint(
 ) -> dict[str, Any]:
     """Writes the checkpoint and returns what it wrote, ready for JSON.
 
+    preset, names, format, dtype: as the options; names None is that of the format.
+
     Raises FileExistsError where `out` is not empty (unless `force`), OSError where the disk is
     too small. A shard holds at most `shard_bytes`, or one tensor that is larger.
     """
-    raw = shipped_config(preset, dtype)
-    config = DSV4Config.from_dict(raw)
-    entries = hf_entries(config) if names == "hf" else vendor_entries(config)
+    raw, recipe = shipped_config(preset, dtype), RECIPES[format]
+    config, names = DSV4Config.from_dict(raw), names or recipe.names
+    entries = quantised_entries(config, recipe, names)
     element_size = 2 if dtype == "bfloat16" else 4
     shards = _shards(entries, shard_bytes, element_size)
     total = sum(entry.bytes(element_size) for entry in entries)
@@ -162,14 +182,15 @@ def write_checkpoint(
     sampling = {"do_sample": True, "temperature": 1.0, "top_p": 1.0}
     ids = {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id}
     _write_json(out / "generation_config.json", ids | sampling)
-    if names == "hf":
-        _save_hf_config(out, raw)
-    else:
-        _write_json(out / "config.json", raw)
+    if recipe.modelopt is not None:
+        _write_json(out / "hf_quant_config.json", dict(recipe.modelopt))
+    said = _hf_config(out, raw) if names == "hf" else raw
+    _write_json(out / "config.json", said | dict(recipe.config))
     return {
         "path": str(out),
         "preset": preset,
         "names": names,
+        "format": format,
         "dtype": dtype,
         "seed": seed,
         "layers": [kind.name for kind in config.layer_kinds],
@@ -206,7 +227,8 @@ def _prepare_folder(out: Path, needed: int, force: bool) -> None:
     if out.exists() and any(out.iterdir()) and not force:
         raise FileExistsError(f"{out} is not empty: name another folder, or add --force")
     # config.json goes first: without it nobody takes what is left for a checkpoint.
-    old = [file for pattern in ("config.json", "model*.safetensors*") for file in out.glob(pattern)]
+    ours = ("config.json", "hf_quant_config.json", "model*.safetensors*")
+    old = [file for pattern in ours for file in out.glob(pattern)]
     existing = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
     free = shutil.disk_usage(existing).free + sum(file.stat().st_size for file in old)
     if needed > free:
@@ -233,12 +255,13 @@ def _write_shards(
             name = "model.safetensors"
             if len(shards) > 1:
                 name = f"model-{number:05}-of-{len(shards):05}.safetensors"
-            tensors: dict[str, torch.Tensor] = {}
+            held: dict[str, torch.Tensor] = {}
             for entry in shard:
-                tensors[entry.name] = values(entry, getattr(torch, dtype), seed)
-                weight_map[entry.name] = name
-                progress.update(tensors[entry.name].nbytes)
-            save_file(tensors, out / name, metadata={"format": "pt"})
+                made = tensors(entry, getattr(torch, dtype), seed)
+                held |= made
+                weight_map |= dict.fromkeys(made, name)
+                progress.update(sum(tensor.nbytes for tensor in made.values()))
+            save_file(held, out / name, metadata={"format": "pt"})
             (out / name).chmod(0o644)  # It comes out readable by its owner alone.
             files.append(name)
     if len(shards) > 1:
@@ -247,13 +270,14 @@ def _write_shards(
     return files
 
 
-def _save_hf_config(out: Path, raw: dict[str, Any]) -> None:
+def _hf_config(out: Path, raw: dict[str, Any]) -> dict[str, Any]:
     """config.json as transformers itself writes it."""
     from transformers import DeepseekV4Config
     from transformers.utils import logging
 
     logging.set_verbosity_error()  # It warns of a YaRN factor that the release has, too.
     DeepseekV4Config(**raw).save_pretrained(out)
+    return json.loads((out / "config.json").read_text(encoding="utf-8"))
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ several ways, the spellings must agree. Nothing that the model needs has a defau
 """
 
 import json
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
@@ -139,13 +139,13 @@ class DSV4Config:
             raw = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise ConfigError(f"{path} does not exist: name the folder of a checkpoint") from None
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
         if not isinstance(raw, dict):
             raise ConfigError(f"{path} holds a JSON {type(raw).__name__}: expected an object")
         try:
             return cls.from_dict(raw | dict(overrides or {}))
-        except ConfigError as error:
+        except (ConfigError, OverflowError, RecursionError) as error:
             raise ConfigError(f"{path}: {error}") from error
 
     @classmethod
@@ -236,14 +236,15 @@ def _refusal(field: str, value: object, allowed: str) -> ConfigError:
 
 
 def _check_integer(field: str, value: object, *, at_least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
-        raise _refusal(field, value, f"an integer of at least {at_least}")
+    at_most = 1 << 14 if field == "n_routed_experts" else (1 << 31) - 1  # what a damaged file says
+    if not isinstance(value, int) or isinstance(value, bool) or not at_least <= value <= at_most:
+        raise _refusal(field, value, f"an integer of at least {at_least} and at most {at_most}")
 
 
 def _check_positive(field: str, value: object) -> None:
     number = 0.0 if isinstance(value, bool) or not isinstance(value, int | float) else value
-    if not 0 < number < math.inf:
-        raise _refusal(field, value, "a number above 0")
+    if not 0 < number <= sys.float_info.max:  # inf, NaN, and integers that no float can hold
+        raise _refusal(field, value, "a number above 0 that a float can hold")
 
 
 def _required(raw: Mapping[str, Any], field: str, group: str = "") -> Any:
@@ -393,8 +394,7 @@ def _read_yarn(field: str, group: Mapping[str, Any] | None) -> YarnScaling | Non
         return None
     if kind != "yarn":
         raise _refusal(f"{field}.type", kind, '"yarn" or "default"')
-    if group.get("attention_factor") not in (None, 1):
-        factor = group["attention_factor"]
+    if (factor := group.get("attention_factor")) not in (None, 1):
         raise _refusal(f"{field}.attention_factor", factor, "1: V4 does not scale the rotation")
     names = (key.name for key in fields(YarnScaling))
     return YarnScaling(**{name: _required(group, name, f"{field}.") for name in names})

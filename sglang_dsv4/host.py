@@ -6,9 +6,12 @@ scheduler, allocator and radix tree go on recognising them.
 
 import json
 import logging
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
+from sglang.srt.arg_groups.model_override_base import resolving_view
 from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.distributed.communication_op import tensor_model_parallel_all_reduce
 from sglang.srt.distributed.parallel_state import (
@@ -22,8 +25,10 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.forward_context import get_attn_backend
 from sglang.srt.model_executor.pool_configurator import DSV4PoolConfigurator
 from sglang.srt.runtime_context import get_device, get_model, get_schedule
+from sglang.srt.utils import get_device_memory_capacity
 from sglang.srt.utils.hf_transformers.common import _CONFIG_REGISTRY
 
+from sglang_dsv4 import memory_plan
 from sglang_dsv4.attention.cache import PAGE, LayerCache
 from sglang_dsv4.attention.metadata import Batch
 from sglang_dsv4.config import ConfigError, DSV4Config, LayerKind
@@ -31,7 +36,6 @@ from sglang_dsv4.parallel import Parallel
 
 logger = logging.getLogger(__name__)
 
-SPARE_WINDOW_PAGES = 4  # beside a chunk: its own partial pages, and the pages of a prefix hit
 RAW_CONFIG = "dsv4_raw_config"  # attribute of the host's config that keeps our config.json
 
 
@@ -71,6 +75,11 @@ def raw_config(config: Any) -> dict[str, Any]:
     return getattr(config, RAW_CONFIG) | json.loads(get_model().json_model_override_args)
 
 
+def checkpoint_folder() -> Path:
+    """Where the checkpoint lies."""
+    return Path(get_model().model_path)
+
+
 def parallel() -> Parallel:
     """The tensor-parallel group of this process."""
     return Parallel(
@@ -83,6 +92,21 @@ def parallel() -> Parallel:
 def device() -> str:
     """The device type that the server runs on."""
     return str(get_device().device)
+
+
+def device_memory(server_args: Any) -> tuple[str, int | None]:
+    """(device type that the server will run on, bytes of memory of one such device or None).
+
+    Asked of the driver's tools while arguments are resolved: torch would take memory on the GPU.
+    """
+    kind = str(resolving_view(server_args).device)
+    if kind == "cpu":
+        return kind, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        mebibytes = get_device_memory_capacity(kind)
+    except (RuntimeError, ValueError):  # no such tool, or no such device: the host will say so
+        mebibytes = None
+    return kind, None if mebibytes is None else int(mebibytes * (1 << 20))
 
 
 def logits_processor(config: Any) -> torch.nn.Module:
@@ -221,31 +245,23 @@ class PoolSizing(DSV4PoolConfigurator):
     def __init__(self, kvc: Any) -> None:
         if kvc.model_config.dtype is torch.float32:
             kvc.kv_cache_dtype = torch.float32
-        self.row_item_size = kvc.kv_cache_dtype.itemsize
+        config = DSV4Config.from_dict(raw_config(kvc.model_config.hf_config))
+        self.cache = memory_plan.CacheSizes(config, kvc.kv_cache_dtype.itemsize)
         super().__init__(kvc)
-        logger.info(
-            "sglang-dsv4 cache: %s rows, %.0f bytes per context token, %.2f MB fixed per request",
-            kvc.kv_cache_dtype,
-            sum(
-                self._compressed_bytes_per_full_token(ratio) * len(layers)
-                for ratio, layers in self.stage_owner_layers.items()
-            ),
-            self._bytes_per_request() / 1e6,
-        )
+        logger.info("sglang-dsv4 cache: %s rows, %s", kvc.kv_cache_dtype, self.cache)
 
     def _get_paged_kv_bytes_per_token(self, compress_ratio: int = 0) -> float:
-        return self.attn_head_dim * self.row_item_size
+        return self.cache.row
 
     def _compressed_bytes_per_full_token(self, ratio: int) -> float:
-        width = self.attn_head_dim + (self.indexer_head_dim if ratio == 4 else 0)
-        return width * self.row_item_size / ratio
+        return self.cache.entries(LayerKind(ratio))
 
     def _get_swa_tokens(self, full_token: int, page_size: int) -> int:
         """Never fewer window rows than a chunk of prefill and the page of a prefix hit need: with
         less, the host waits for rows to be freed that nobody holds."""
         wanted = super()._get_swa_tokens(full_token, page_size)
         chunk = min(get_schedule().chunked_prefill_size or self.context_len, self.context_len)
-        floor = -(-chunk // page_size) * page_size + SPARE_WINDOW_PAGES * page_size
+        floor = memory_plan.window_floor(chunk)
         if wanted < floor:
             logger.warning(
                 "sglang-dsv4: %d window rows instead of %d: a chunk of %d tokens needs them",
@@ -254,11 +270,6 @@ class PoolSizing(DSV4PoolConfigurator):
                 chunk,
             )
         return max(wanted, floor)
-
-    def _bytes_per_request(self) -> float:
-        """A request's window page with its rings, and its HCA state."""
-        hca = 3 * self.attn_head_dim * torch.float32.itemsize * self.num_layers(128)
-        return self.bytes_per_swa_token * self.page_size + hca
 
 
 def layer_caches(pool: Any) -> tuple[LayerCache, ...]:

@@ -112,6 +112,7 @@ def _model_class() -> None:
 
 def _config_class() -> None:
     """Both dialects of config.json, seen by the host's own ModelConfig."""
+    from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.utils.hf_transformers import common
 
     from sglang_dsv4.host import HostConfig
@@ -119,6 +120,14 @@ def _config_class() -> None:
     if "deepseek_v4" not in common._CONFIG_REGISTRY:
         raise KeyError("deepseek_v4 is not in the host's config registry")
     common._CONFIG_REGISTRY["deepseek_v4"] = HostConfig
+    native = ModelConfig._parse_quant_hf_config
+    _expect(native, "self")
+
+    def parse(self: Any) -> Any:
+        # Not hf_quant_config.json either: formats are decided per tensor.
+        return None if isinstance(self.hf_config, HostConfig) else native(self)
+
+    ModelConfig._parse_quant_hf_config = parse
 
 
 def _attention_backend() -> None:
@@ -252,21 +261,36 @@ def _check_settings() -> None:
 
 
 def _check_checkpoint(server_args: Any) -> None:
-    """Headers of a local checkpoint, before any process is started or memory taken."""
-    from sglang_dsv4 import weights
-    from sglang_dsv4.config import DSV4Config
+    """What `sglang-dsv4 inspect` asks, of a local checkpoint, before any process is started or
+    memory taken."""
+    import torch
+
+    from sglang_dsv4 import host, inspection
 
     folder = Path(server_args.model_path)
     if not folder.is_dir():
         return
+    device, memory = host.device_memory(server_args)
+    wanted = inspection.Deployment(
+        tensor_parallel=server_args.tp_size,
+        run=torch.float32 if server_args.dtype in ("float32", "float") else torch.bfloat16,
+        device=memory,
+        device_name=f"this machine's {device.upper()}",
+        shared=device == "cpu",
+        fraction=1.0,  # refuses only what no sizing of the cache can save
+        context=1,
+    )
+    headers = server_args.load_format in ("auto", "safetensors")
     try:
         overrides = json.loads(server_args.json_model_override_args)
-        config = DSV4Config.from_checkpoint(folder, overrides)
-        config.check_tensor_parallel(server_args.tp_size)
-        if server_args.load_format in ("auto", "safetensors"):
-            weights.check(folder, config)
+        found = inspection.Inspection(folder, wanted, overrides=overrides, headers=headers)
     except ValueError as error:
         raise _refusal(f"{folder} cannot be served:\n{error}") from None
+    if found.refusals:
+        raise _refusal("\n".join([f"{folder} cannot be served:", *found.refusals]))
+    logger.info("sglang-dsv4 checkpoint: %s", found.told())
+    for line in found.warnings:
+        logger.warning("sglang-dsv4 checkpoint: %s", line)
 
 
 def _warn_of_missing_parsers(server_args: Any) -> None:

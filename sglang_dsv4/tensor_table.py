@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from sglang_dsv4.config import DSV4Config, LayerKind
@@ -55,7 +56,7 @@ class Row:
     part: int = 0
     parts: int = 1
 
-    @property
+    @cached_property
     def vendor_name(self) -> str:
         return _spellings(self.names)[0]
 
@@ -243,10 +244,11 @@ def expected_tensors(config: DSV4Config) -> dict[str, Slot]:
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
-def _parse(name: str) -> tuple[str, list[int]]:
-    """model.layers.3.mlp.experts.7.w1.weight -> (layers.*.mlp.experts.*.w1.weight, [3, 7])."""
+@lru_cache(maxsize=16)  # one name is asked several things about, one after the other
+def _parse(name: str) -> tuple[str, tuple[int, ...]]:
+    """model.layers.3.mlp.experts.7.w1.weight -> (layers.*.mlp.experts.*.w1.weight, (3, 7))."""
     bare = name.removeprefix("model.").replace("*", "?")  # a star of its own is no number
-    return _NUMBER.sub("*", bare), [int(number) for number in _NUMBER.findall(bare)]
+    return _NUMBER.sub("*", bare), tuple(map(int, _NUMBER.findall(bare)))
 
 
 def is_stacked(name: str) -> bool:
@@ -263,7 +265,9 @@ def vendor_names(name: str, experts: int) -> list[str]:
     template, numbers = _parse(name)
     if template in _VENDOR_NAMES:
         return [_VENDOR_NAMES[template].format(*numbers)]
-    parts = _STACKED_PARTS.get(template, [])
+    if template not in _STACKED_PARTS:
+        return []
+    parts = _STACKED_PARTS[template]
     return [part.format(numbers[0], expert) for expert in range(experts) for part in parts]
 
 

@@ -1,17 +1,18 @@
 """The tensors of a random checkpoint: names and values; which there are is `tensor_table`'s.
 
 A tensor depends on the seed and on its vendor name alone: both spellings of the names hold the
-same model, and both dtypes the same model up to rounding. Values are normal, scaled so that
-activations stay around 1.
+same model, and all dtypes and formats the same model up to rounding. Values are normal, scaled so
+that activations stay around 1.
 """
 
 import hashlib
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from sglang_dsv4.config import DSV4Config
 from sglang_dsv4.tensor_table import Kept, expected_tensors
+from sglang_dsv4.tiny_formats import Recipe, encode, size
 
 if TYPE_CHECKING:
     import torch
@@ -52,6 +53,7 @@ _HF_IN_LAYER = {
     "ffn.shared_experts.w2.": "mlp.shared_experts.down_proj.",
     "ffn.shared_experts.w3.": "mlp.shared_experts.up_proj.",
 }
+_HF_EXPERT = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 # End of a name -> (mean, standard deviation).
 _SPREADS = {
     "norm.weight": (1.0, 0.1),
@@ -94,14 +96,20 @@ class Piece:
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of the file: its pieces, equal in size, one after the other, seen as `shape`."""
+    """One weight of the file: its pieces, equal in size, one after the other, seen as `shape`.
+
+    stored: how it is quantised, a key of `tiny_formats.ENCODERS`; None if it is dense.
+    """
 
     name: str
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...] = field(repr=False)
+    stored: str | None = None
 
     def bytes(self, element_size: int) -> int:
         """Size in the file, with `element_size` bytes for an element of the model's dtype."""
+        if self.stored is not None:
+            return size(self.stored, self.shape)
         sizes = {Kept.MODEL_DTYPE: element_size, Kept.FP32: 4, Kept.INT64: 8}
         return math.prod(self.shape) * sizes[self.pieces[0].kept]
 
@@ -118,13 +126,16 @@ def vendor_entries(config: DSV4Config) -> list[Entry]:
     return [Entry(piece.name, piece.shape, (piece,)) for piece in pieces(config)]
 
 
-def hf_entries(config: DSV4Config) -> list[Entry]:
-    """The tensors under transformers' names, the routed experts of a layer stacked in two."""
+def hf_entries(config: DSV4Config, *, stacked: bool = True) -> list[Entry]:
+    """The tensors under transformers' names, the routed experts of a layer stacked in two.
+
+    stacked: False leaves each expert's three matrices to themselves.
+    """
     entries: list[Entry] = []
     stacks: dict[str, list[Piece]] = {}
     for piece in pieces(config):
         layer, routed, _ = piece.name.partition(".ffn.experts.")
-        if not routed:
+        if not routed or not stacked:
             entries.append(Entry(_hf_name(piece.name), piece.shape, (piece,)))
             continue
         stack = "down_proj" if piece.name.endswith(".w2.weight") else "gate_up_proj"
@@ -138,9 +149,22 @@ def hf_entries(config: DSV4Config) -> list[Entry]:
     return entries
 
 
+def quantised_entries(config: DSV4Config, recipe: Recipe, names: str) -> list[Entry]:
+    """The tensors in the format of `recipe`, under the names of the release ("vendor") or "hf"."""
+    if names == "hf":
+        # No release stacks quantised experts.
+        entries = hf_entries(config, stacked=not recipe.stored)
+    else:
+        entries = vendor_entries(config)
+    return [replace(entry, stored=recipe.of(entry.pieces[0].name)) for entry in entries]
+
+
 def _hf_name(name: str) -> str:
     if name.startswith("layers."):
         _, layer, rest = name.split(".", 2)
+        if rest.startswith("ffn.experts."):
+            *_, expert, matrix, _ = rest.split(".")
+            return f"model.layers.{layer}.mlp.experts.{expert}.{_HF_EXPERT[matrix]}.weight"
         return f"model.layers.{layer}.{_renamed(rest, _HF_IN_LAYER)}"
     return _renamed(name, _HF_GLOBALS)
 
@@ -161,6 +185,15 @@ def values(entry: Entry, dtype: "torch.dtype", seed: int) -> "torch.Tensor":
         digest = hashlib.sha256(f"{seed}/{piece.name}".encode()).digest()
         _draw(piece, part, torch.Generator().manual_seed(int.from_bytes(digest[:7])))
     return out
+
+
+def tensors(entry: Entry, dtype: "torch.dtype", seed: int) -> "dict[str, torch.Tensor]":
+    """What the file holds of an entry: one dense tensor, or codes and scales by their names."""
+    import torch
+
+    if entry.stored is None:
+        return {entry.name: values(entry, dtype, seed)}
+    return encode(entry.stored, entry.name, values(entry, torch.float32, seed))
 
 
 def _draw(piece: Piece, out: "torch.Tensor", generator: "torch.Generator") -> None:

@@ -1,110 +1,33 @@
 """From a checkpoint to the model's parameters: a check of the headers, and one stream.
 
-Which tensors there are, how they may be called and where they go stands in `tensor_table`. Each
-must come exactly once, and each that comes must be used or be skipped by name.
+Which tensors there are, how they may be called and where they go stands in `tensor_table`, how a
+weight may be stored in `formats`. Each must come exactly once, and each that comes must be used or
+be skipped by name: `ledger` keeps the account. Quantised weights become dense while they load.
 """
 
+import logging
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
-from sglang_dsv4.checkpoint import (
-    CheckpointError,
-    Header,
-    TensorFormat,
-    companions_of,
-    listed,
-    read_index,
-    read_shards,
-    tensor_format,
-)
+from sglang_dsv4 import dequant, format_claims, quantise
+from sglang_dsv4.census import Census, component
+from sglang_dsv4.checkpoint import CheckpointError, Header, read_index, read_shards
 from sglang_dsv4.config import DSV4Config
-from sglang_dsv4.tensor_table import (
-    Kept,
-    Slot,
-    expected_tensors,
-    is_stacked,
-    skip_reason,
-    vendor_names,
-    why_unknown,
-)
+from sglang_dsv4.formats import CHUNK, DTYPE_NAMES, LAYOUTS, Found, Part, Stored, TensorFormat
+from sglang_dsv4.ledger import Delivery, Ledger, counted, is_matrix
+from sglang_dsv4.precision import VARIABLE, Precision
+from sglang_dsv4.tensor_table import Kept, Slot
 
 __all__ = ["CheckpointError", "CheckpointSummary", "LoadReport", "check", "load"]
 
-UNSUPPORTED = "unsupported formats (this version loads BF16, FP16 and FP32 only)"
-
-
-# --------------------------------------------------------------------------------- the accounts
-
-
-class _Ledger:
-    """Which tensors are owed, which came and what is wrong; `check` and `load` both book here."""
-
-    def __init__(self, config: DSV4Config) -> None:
-        self.config = config
-        self.owed = expected_tensors(config)
-        self.came: dict[str, str] = {}  # vendor name -> the name it came under
-        self.skipped: Counter[str] = Counter()
-        self.problems: dict[str, list[str]] = {}
-
-    def book(self, name: str, header: Header, companions: Mapping[str, str]) -> list[str]:
-        """The vendor names that tensor `name` supplies, in the order of its memory.
-
-        Empty if the tensor is skipped, or is at fault: then `problems` says so.
-        """
-        if reason := skip_reason(name, self.config):
-            self.skipped[reason] += 1
-            return []
-        supplied = vendor_names(name, self.config.n_routed_experts)
-        if not supplied or not all(known in self.owed for known in supplied):
-            self.note("unknown tensors", name + why_unknown(name, self.config))
-            return []
-        for known in supplied:
-            if known in self.came:
-                self.note("tensors that come twice", f"{known} as {self.came[known]} and as {name}")
-            self.came.setdefault(known, name)
-        sound = self._has_format(name, header.dtype, companions, self.owed[supplied[0]])
-        sound = sound and self._has_shape(name, header.shape, supplied)
-        return supplied if sound else []
-
-    def _has_format(self, name: str, dtype: str, companions: Mapping[str, str], slot: Slot) -> bool:
-        integer = slot.row.kept is Kept.INT64
-        found = tensor_format(dtype, companions)
-        if found is (TensorFormat.INTEGER if integer else TensorFormat.DENSE):
-            return True
-        stored = ", ".join(sorted(companions)) or dtype
-        kind = "tables that are not I64 or I32" if integer else UNSUPPORTED
-        self.note(kind, f"{name}: {found.value} ({stored})")
-        return False
-
-    def _has_shape(self, name: str, found: tuple[int, ...], supplied: Sequence[str]) -> bool:
-        expected = self.owed[supplied[0]].shape
-        if is_stacked(name):
-            experts = self.config.n_routed_experts
-            expected = (experts, len(supplied) // experts * expected[0], *expected[1:])
-        if found != expected:
-            self.note("wrong shapes", f"{name}: expected {list(expected)}, found {list(found)}")
-        return found == expected
-
-    def note(self, kind: str, fault: str) -> None:
-        self.problems.setdefault(kind, []).append(fault)
-
-    def settle(self, source: str) -> None:
-        """Raises CheckpointError if anything was noted or a tensor never came."""
-        for known in self.owed.keys() - self.came.keys():
-            self.note("missing tensors (by the vendor's names)", known)
-        if self.problems:
-            lists = [listed(kind, faults) for kind, faults in self.problems.items()]
-            raise CheckpointError("\n".join([f"{source} does not fit this model", *lists]))
-
-
-def _counted(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{count} {what}" for what, count in sorted(counts.items())) or "none"
+logger = logging.getLogger(__name__)
 
 
 # --------------------------------------------------------------------- check, from headers alone
@@ -112,72 +35,74 @@ def _counted(counts: Mapping[str, int]) -> str:
 
 @dataclass(frozen=True)
 class CheckpointSummary:
-    """What a sound checkpoint holds: files, used tensors, their values and dtypes, skipped ones."""
+    """What a sound checkpoint holds.
+
+    tensors, bytes: of those that are used, scales among them. values: of weights. formats: how many
+    weights are in which. below_the_floor, contradictions: lines of `Census` and `format_claims`.
+    """
 
     shards: int
     tensors: int
+    bytes: int
     values: int
-    dtypes: Mapping[str, int]
+    formats: Mapping[str, int]
     skipped: Mapping[str, int]
+    below_the_floor: Sequence[str] = ()
+    contradictions: Sequence[str] = ()
 
     def __str__(self) -> str:
-        return (
-            f"{self.tensors} tensors ({_counted(self.dtypes)}), {self.values:,} values in"
-            f" {self.shards} files; skipped: {_counted(self.skipped)}"
+        first = (
+            f"{self.tensors} tensors ({counted(self.formats)}), {self.values:,} values,"
+            f" {self.bytes:,} bytes in {self.shards} files; skipped: {counted(self.skipped)}"
         )
+        return "\n".join([first, *self.below_the_floor, *self.contradictions])
 
 
 def check(folder: str | Path, config: DSV4Config) -> CheckpointSummary:
     """Tells from the headers in `folder`, reading no tensor, whether they make `config`'s model.
 
     Raises CheckpointError with every fault found: files that are absent, cut short or not
-    safetensors; else tensors that are unknown, missing, there twice, of another shape or format.
+    safetensors; else tensors that are unknown, missing, there twice, of another shape or format,
+    or without the scales that they need. Logs what the checkpoint holds below the floor, and what
+    its config says that is not so.
     """
     folder = Path(folder)
     index = read_index(folder)
     shards = read_shards(folder, index)
-    ledger = _Ledger(config)
+    ledger = Ledger(config)
     for name, file in index.items():
         if name not in shards[file]:
             ledger.note("tensors that the index names but their file lacks", f"{name} in {file}")
-    used: dict[str, Header] = {}
-    for name, header, companions in _weights_in(shards, ledger):
-        if ledger.book(name, header, companions):
-            used[name] = header
+    census, formats, seen, values, size = Census(), Counter[str](), set[str](), 0, 0
+    for file, headers in shards.items():
+        for name, header in headers.items():
+            if name in seen:
+                ledger.note("tensors that come twice", f"{name}, again in {file}")
+                continue
+            seen.add(name)
+            delivery = ledger.receive(Found(name, header))
+            if delivery is not None:
+                stored = delivery.stored
+                formats[stored.held()] += 1
+                values += math.prod(stored.shape())
+                size += stored.bytes()
+                _count(census, delivery, ledger)
     ledger.settle(str(folder))
+    floor, claims = census.below_the_floor(), format_claims.contradictions(folder, census)
+    for line in (*floor, *claims):
+        logger.warning("sglang-dsv4 checkpoint: %s", line)
     return CheckpointSummary(
-        shards=len(shards),
-        tensors=len(used),
-        values=sum(math.prod(header.shape) for header in used.values()),
-        dtypes=Counter(header.dtype for header in used.values()),
-        skipped=ledger.skipped,
+        *(len(shards), ledger.used, size, values, formats, ledger.skipped, floor, claims)
     )
 
 
-def _weights_in(
-    shards: Mapping[str, Mapping[str, Header]], ledger: _Ledger
-) -> Iterator[tuple[str, Header, dict[str, str]]]:
-    """(name, header, {suffix: dtype of what is stored beside it}) of every weight.
-
-    A packed weight goes by the name that it would have unpacked. A scale without a quantised
-    weight comes as a tensor by itself.
-    """
-    tensors: dict[str, Header] = {}
-    for file, headers in shards.items():
-        for name in headers.keys() & tensors.keys():
-            ledger.note("tensors that come twice", f"{name}, again in {file}")
-        tensors |= headers
-    beside = companions_of(name for name in tensors if not skip_reason(name, ledger.config))
-    for weight, names in beside.items():
-        companions = {suffix: tensors[name].dtype for suffix, name in names.items()}
-        header = tensors.get(names.get("weight_packed", weight))
-        if header is None or tensor_format(header.dtype, companions) is TensorFormat.DENSE:
-            continue
-        for name in (weight, *names.values()):
-            tensors.pop(name, None)
-        yield weight, header, companions
-    for name, header in tensors.items():
-        yield name, header, {}
+def _count(census: Census, delivery: Delivery, ledger: Ledger, run: str = "") -> None:
+    stored = delivery.stored
+    for known in delivery.supplied:
+        slot = ledger.owed[known]
+        if is_matrix(slot):
+            layer = int(known.split(".")[1]) if known.startswith("layers.") else None
+            census.add(slot.row, layer, stored.held(), stored.name, run)
 
 
 # ------------------------------------------------------------------------------- load, a stream
@@ -185,30 +110,25 @@ def _weights_in(
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What one rank loaded: tensors used, those whose dtype was converted, those skipped."""
+    """What one rank loaded.
+
+    tensors: used, scales among them. converted, skipped: weights and tensors, counted by kind.
+    components: a line for each, of what the checkpoint holds and what we run. quantised_floor:
+    component of the floor -> the format in which the checkpoint holds some of it.
+    """
 
     tensors: int
     converted: Mapping[str, int]
     skipped: Mapping[str, int]
+    components: Sequence[str] = ()
+    quantised_floor: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        return (
-            f"{self.tensors} tensors loaded; converted: {_counted(self.converted)};"
-            f" skipped: {_counted(self.skipped)}"
+        first = (
+            f"{self.tensors} tensors loaded; converted: {counted(self.converted)};"
+            f" skipped: {counted(self.skipped)}"
         )
-
-
-_DTYPE_NAMES = {
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.float32: "F32",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
+        return "\n".join([first, *self.components])
 
 
 @torch.no_grad()
@@ -219,38 +139,111 @@ def load(
     *,
     rank: int,
     size: int,
+    total_bytes: int | None = None,
+    chosen: Precision | None = None,
 ) -> LoadReport:
     """Copies each tensor of a stream into `model`, without holding on to it.
+
+    A quantised weight is dequantised when the last of its scales has come, so what is held at a
+    time is the weights that wait. Of what ranks divide only this rank's blocks are read.
 
     model: parameters (and integer buffers) as `tensor_table` says, this rank's share of each.
     tensors: (name in any spelling, full tensor), in any order; `check` has seen their headers.
     rank, size: this process among those that share the model.
+    total_bytes: of the stream, for a progress bar on a terminal; None shows none.
+    chosen: says what to round to NVFP4 values, unless it is quantised already; None for nothing.
 
     Raises CheckpointError: at once for values that are NaN, infinite or not an expert's number;
-    after the stream for tensors that are unknown, missing, repeated, misshaped or not dense.
+    after the stream for tensors that are unknown, missing, repeated, misshaped, of no known format
+    or without their scales.
     """
-    ledger = _Ledger(config)
+    ledger = Ledger(config)
     parameters = _parameters(model, ledger, size)
-    used = 0
-    converted: Counter[str] = Counter()
-    for name, tensor in tensors:
-        dtype = _DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
-        supplied = ledger.book(name, Header(dtype, tuple(tensor.shape)), {})
-        if not supplied:
-            continue
-        slots = [ledger.owed[known] for known in supplied]
-        for slot, values in zip(slots, tensor.reshape(-1, *slots[0].shape), strict=True):
-            region = _region(parameters[slot.parameter], slot)
-            region.copy_(_share(values, slot, rank, size))
-            _check_values(name, slot, values, region, config)
-        used += 1
-        if region.dtype != tensor.dtype:
-            converted[f"{dtype} to {_DTYPE_NAMES[region.dtype]}"] += 1
+    place = _Placing(parameters, ledger, rank, size, chosen or Precision())
+    hidden = True if total_bytes is None else None  # None: hidden where there is no terminal
+    with tqdm(
+        total=total_bytes, unit="B", unit_scale=True, desc="weights", disable=hidden
+    ) as progress:
+        for name, tensor in tensors:
+            dtype = DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
+            delivery = ledger.receive(Found(name, Header(dtype, tuple(tensor.shape)), tensor))
+            if delivery is not None:
+                place.whole(delivery)
+            progress.update(tensor.nbytes)
     ledger.settle("The checkpoint")
-    return LoadReport(used, converted, ledger.skipped)
+    census = place.census
+    low = {floor: held for (_, held), floor in census.quantised_floor()}
+    return LoadReport(ledger.used, place.converted, ledger.skipped, census.lines(), low)
 
 
-def _parameters(model: nn.Module, ledger: _Ledger, size: int) -> dict[str, Tensor]:
+class _Placing:
+    """Puts weights where they belong in one rank's parameters, and counts what it converted."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        ledger: Ledger,
+        rank: int,
+        size: int,
+        chosen: Precision,
+    ) -> None:
+        self.parameters, self.ledger, self.rank, self.size = parameters, ledger, rank, size
+        self.chosen = chosen
+        self.census = Census()
+        self.converted: Counter[str] = Counter()
+
+    def whole(self, delivery: Delivery) -> None:
+        """Place a stored weight: one matrix, or all that a stack holds."""
+        stored, supplied = delivery
+        slots = [self.ledger.owed[known] for known in supplied]
+        flips = is_matrix(slots[0]) and self.chosen.flips(component(slots[0].row.vendor_name))
+        quantised = stored.format in LAYOUTS
+        if quantised:
+            _check_global_scales(stored)
+        for number, slot in enumerate(slots):
+            region = slot_view(self.parameters[slot.parameter], slot)
+            if quantised:
+                rows, columns = _ranges(slot, self.rank, self.size)
+                stored.fill(region, rows, columns, matrix=number, matrices=len(slots))
+            elif flips:
+                _fill_rounded(region, stored, *_ranges(slot, self.rank, self.size))
+            else:
+                values = stored.tensor().reshape(-1, *slot.shape)[number]
+                region.copy_(_share(values, slot, self.rank, self.size))
+            _check_values(stored, slot, region, number, self.ledger.config)
+        run = DTYPE_NAMES[region.dtype]
+        if run != stored.held():
+            self.converted[f"{stored.held()} to {run}"] += 1
+        run += " at load"
+        if flips:
+            run += ", not flipped: quantised already"
+            run = run if quantised else "NVFP4 values (flipped)"
+        _count(self.census, delivery, self.ledger, run)
+
+
+def _fill_rounded(region: Tensor, stored: Stored, rows: range, columns: range) -> None:
+    """Copies to `region` what an NVFP4 checkpoint would hold of a dense matrix [rows, columns].
+
+    The factor of the whole matrix follows from its largest value. So the row that has it joins each
+    chunk of rows: chunks, and ranks, round as the whole would be rounded at once.
+    """
+    values = stored.tensor()
+    if values.shape[1] % dequant.NVFP4_GROUP:
+        raise CheckpointError(
+            f"{stored.name}: NVFP4 needs a multiple of {dequant.NVFP4_GROUP} inputs, found"
+            f" {values.shape[1]}: leave its component at bf16 ({VARIABLE})"
+        )
+    low, high = torch.aminmax(values, dim=1)
+    largest = values[torch.maximum(-low, high).argmax()].unsqueeze(0)
+    step = max(1, CHUNK // values.shape[1])
+    for first in range(rows.start, rows.stop, step):
+        chunk = values[first : min(first + step, rows.stop)]
+        rounded = dequant.nvfp4(*quantise.nvfp4(torch.cat([chunk, largest])))[: len(chunk)]
+        part = region[first - rows.start :][: len(chunk)]
+        part.copy_(rounded[:, columns.start : columns.stop])
+
+
+def _parameters(model: nn.Module, ledger: Ledger, size: int) -> dict[str, Tensor]:
     """Name -> parameter or integer buffer; asserts that the model is the one the table tells of."""
     shapes: dict[str, tuple[int, ...]] = {}
     kept: dict[str, Kept] = {}
@@ -275,7 +268,7 @@ def _parameters(model: nn.Module, ledger: _Ledger, size: int) -> dict[str, Tenso
     return found
 
 
-def _region(parameter: Tensor, slot: Slot) -> Tensor:
+def slot_view(parameter: Tensor, slot: Slot) -> Tensor:
     """The view of `parameter` that `slot` fills: an expert's, and of that a block of rows."""
     region = parameter if slot.expert is None else parameter[slot.expert]
     rows = region.shape[0] // slot.row.parts
@@ -290,26 +283,56 @@ def _share(values: Tensor, slot: Slot, rank: int, size: int) -> Tensor:
     return values.narrow(slot.row.cut, rank * length, length)
 
 
+def _ranges(slot: Slot, rank: int, size: int) -> tuple[range, range]:
+    """The rows and columns of a full matrix that this rank keeps."""
+    kept = [range(length) for length in slot.shape]
+    if slot.row.cut is not None:
+        length = slot.shape[slot.row.cut] // size
+        kept[slot.row.cut] = range(rank * length, (rank + 1) * length)
+    rows, columns = kept
+    return rows, columns
+
+
+# ---------------------------------------------------------------------------- values that are wrong
+
+DAMAGED = "the checkpoint is damaged, download it again"
+
+
+def _check_global_scales(stored: Stored) -> None:
+    for part in (Part.GLOBAL, Part.RECIPROCAL):
+        if part not in stored.parts:
+            continue
+        low, high = (bound.item() for bound in torch.aminmax(stored.tensor(part).float()))
+        if not 0 < low <= high < math.inf:
+            name = stored.parts[part].name
+            raise CheckpointError(
+                f"{name}: expected a positive number, found {low}"
+                f"{'' if low == high else f' to {high}'}: {DAMAGED}"
+            )
+
+
 def _check_values(
-    name: str, slot: Slot, values: Tensor, region: Tensor, config: DSV4Config
+    stored: Stored, slot: Slot, region: Tensor, number: int, config: DSV4Config
 ) -> None:
-    """Refuses what was copied to `region` from the tensor `name`, whose full part is `values`."""
+    """Refuses what was copied to `region`, the `number`-th of what `stored` holds."""
     # Unlike isfinite, aminmax needs no memory of its own, and it is ten times as fast on a CPU.
     low, high = (bound.item() for bound in torch.aminmax(region))
     experts = config.n_routed_experts
     if slot.row.kept is Kept.INT64:
         if low < 0 or high >= experts:
             raise CheckpointError(
-                f"{name}: expected experts 0 to {experts - 1}, found {low} to {high}"
+                f"{stored.name}: expected experts 0 to {experts - 1}, found {low} to {high}"
             )
         return
     if math.isfinite(low) and math.isfinite(high):
         return
-    part = "" if slot.expert is None else f" (expert {slot.expert})"
-    bad = values.numel() - int(values.isfinite().sum())
-    if not bad:
-        raise CheckpointError(f"{name}{part}: values too large for the model's {region.dtype}")
-    raise CheckpointError(
-        f"{name}{part}: {bad} of {values.numel()} values are NaN or infinite:"
-        " the checkpoint is damaged, download it again"
-    )
+    expert = "" if slot.expert is None else f" (expert {slot.expert})"
+    for name, values in stored.numbers():
+        if stored.format is TensorFormat.DENSE:
+            values = values.reshape(-1, *slot.shape)[number]
+        bad = values.numel() - int(values.isfinite().sum())
+        if bad:
+            raise CheckpointError(
+                f"{name}{expert}: {bad} of {values.numel()} values are NaN or infinite: {DAMAGED}"
+            )
+    raise CheckpointError(f"{stored.name}{expert}: values too large for the model's {region.dtype}")

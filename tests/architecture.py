@@ -24,16 +24,33 @@ PACKAGES = {
 # that are not above it. A new module needs a place here; a package stands for all its modules, but
 # for those that are named on their own. `cli_*` are the subcommands.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("config", "settings", "parallel", "parameters", "graph_safety_rules", "graph_safety_kinds"),
-    ("precision", "tensor_table", "attention.cache", "attention.metadata", "graph_safety_calls"),
-    ("host", "backends", "checkpoint", "tiny_weights", "nano_demo_server", "graph_safety_static"),
+    (
+        *("config", "settings", "parallel", "parameters", "checkpoint", "dequant", "components"),
+        *("graph_safety_rules", "graph_safety_kinds", "ablation_metrics"),
+    ),
+    (
+        *("precision", "tensor_table", "formats", "quantise", "graph_safety_calls"),
+        *("attention.cache", "attention.metadata"),
+        *("ablation_oracle", "ablation_summary", "ablation_texts"),
+    ),
+    ("ablation_report",),
+    ("memory_plan",),
+    (
+        *("host", "backends", "census", "ledger", "tiny_formats", "nano_demo_server"),
+        "graph_safety_static",
+    ),
+    ("format_claims", "tiny_weights", "convert_plan"),
+    ("survey",),
     (
         *("attention", "moe", "weights", "nano_demo_plot", "nano_demo_questions"),
-        "graph_safety_trace",
+        *("graph_safety_trace", "convert_config", "inspection"),
     ),
-    ("model",),
-    ("served", "cli_make_tiny", "graph_safety_step"),
-    ("graph_safety",),
+    ("model", "convert_files"),
+    (
+        *("served", "cli_make_tiny", "graph_safety_step", "convert"),
+        *("inspect_plot", "doctor_checkpoint"),
+    ),
+    ("graph_safety", "ablation"),
     ("cli_*",),
     ("cli", "plugin"),
 )

@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
 import sglang_dsv4
+from checkpoint_files import dense_twin, read
 from serving import Reply, Server
 
 sys.path.append(str(Path(__file__).parents[1] / "scripts"))
@@ -30,6 +33,17 @@ RUN_ON = 8  # tokens that an answer may go on beyond the right one, so that a st
 @functools.cache
 def tokenizer() -> Tokenizer:
     return Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
+
+
+def write_dense(folder: Path) -> Path:
+    """The same checkpoint for transformers, which reads no NVFP4: every weight dense, by the tests'
+    own arithmetic; what is quantised becomes float32. Returns `folder`."""
+    twin = dense_twin(read(FOLDER), torch.float32)
+    save_file(twin, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((FOLDER / "config.json").read_text())
+    config.pop("quantization_config", None)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 def ids(text: str) -> list[int]:

@@ -17,7 +17,14 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from sglang_dsv4 import cli_doctor, cli_make_tiny, weights
+from sglang_dsv4 import (
+    cli_doctor,
+    cli_make_tiny,
+    dequant,
+    doctor_checkpoint,
+    tiny_weights,
+    weights,
+)
 from sglang_dsv4.cli import main
 from sglang_dsv4.cli_doctor import Row
 from sglang_dsv4.cli_make_tiny import write_checkpoint
@@ -106,6 +113,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         ["make-tiny", "x", "--preset", "huge"],
         ["make-tiny", "x", "--names", "sglang"],
         ["make-tiny", "x", "--dtype", "float8"],
+        ["make-tiny", "x", "--format", "int4"],
         ["make-tiny", "x", "--seed", "one"],
         ["make-tiny", "x", "--pres", "tiny"],
         ["doctor", "x", "y"],
@@ -173,6 +181,7 @@ def test_make_tiny_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         "path": str(tmp_path / "out"),
         "preset": "tiny",
         "names": "vendor",
+        "format": "bf16",
         "dtype": "bfloat16",
         "seed": 7,
         "layers": ["SWA", "SWA", "CSA", "HCA", "CSA", "HCA", "CSA"],
@@ -376,6 +385,130 @@ def test_hash_tables_give_distinct_experts(made: dict[tuple[str, str], Path]) ->
         assert table.unique().tolist() == list(range(8))
 
 
+# ---- make-tiny: formats ----
+
+NVFP4_LINEAR = {
+    "weight": ("U8", (4096, 32)),
+    "weight_scale": ("F8_E4M3", (4096, 4)),
+    "weight_scale_2": ("F32", ()),
+    "input_scale": ("F32", ()),
+}
+FORMATS: dict[str, tuple[str, dict[str, dict[str, tuple[str, tuple[int, ...]]]]]] = {
+    "vendor": (
+        "ue8m0",
+        {
+            "layers.2.attn.wq_b": {
+                "weight": ("F8_E4M3", (4096, 64)),
+                "scale": ("F8_E8M0", (32, 1)),
+            },
+            "layers.2.ffn.experts.7.w1": {
+                "weight": ("I8", (64, 64)),
+                "scale": ("F8_E8M0", (64, 4)),
+            },
+            "layers.2.attn.compressor.wkv": {"weight": ("BF16", (1024, 128))},
+        },
+    ),
+    "fp8-base": (
+        "ue8m0",
+        {
+            "layers.2.ffn.experts.7.w1": {
+                "weight": ("F8_E4M3", (64, 128)),
+                "scale": ("F8_E8M0", (1, 1)),
+            }
+        },
+    ),
+    "nvfp4-experts": (
+        "MIXED_PRECISION",
+        {
+            "layers.2.ffn.experts.7.w1": {
+                "weight": ("U8", (64, 64)),
+                "weight_scale": ("F8_E4M3", (64, 8)),
+                "weight_scale_2": ("F32", ()),
+                "input_scale": ("F32", ()),
+            },
+            "layers.2.ffn.shared_experts.w1": {
+                "weight": ("F8_E4M3", (64, 128)),
+                "scale": ("F8_E8M0", (1, 1)),
+            },
+        },
+    ),
+    "nvfp4-all": (
+        "modelopt",
+        {
+            "model.layers.2.self_attn.q_b_proj": NVFP4_LINEAR,
+            "model.layers.2.self_attn.compressor.indexer.scorer.weights_proj": {
+                "weight": ("U8", (16, 64)),
+                "weight_scale": ("F8_E4M3", (16, 8)),
+                "weight_scale_2": ("F32", ()),
+                "input_scale": ("F32", ()),
+            },
+            "lm_head": {"weight": ("BF16", (384, 128))},
+        },
+    ),
+    "compressed-tensors-w4a4": (
+        "mixed-precision",
+        {
+            "layers.2.ffn.experts.7.w2": {
+                "weight_packed": ("U8", (128, 32)),
+                "weight_scale": ("F8_E4M3", (128, 4)),
+                "weight_global_scale": ("F32", (1,)),
+                "input_global_scale": ("F32", (1,)),
+            },
+            "layers.2.attn.wq_b": {
+                "weight": ("F8_E4M3", (4096, 64)),
+                "weight_scale": ("F32", (32, 1)),
+            },
+        },
+    ),
+    "compressed-tensors-w4a16": (
+        "nvfp4-pack-quantized",
+        {
+            "model.layers.2.mlp.experts.7.down_proj": {
+                "weight_packed": ("U8", (128, 32)),
+                "weight_scale": ("F8_E4M3", (128, 4)),
+                "weight_global_scale": ("F32", (1,)),
+            }
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["make-tiny", str(tmp_path), "--format", name, "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    said, modules = FORMATS[name]
+    assert summary["format"] == name
+    assert summary["names"] == ("hf" if next(iter(modules)).startswith("model.") else "vendor")
+    file = tmp_path / "model.safetensors"
+    assert 0 < file.stat().st_size - summary["bytes"] < 150_000  # the header
+    found = headers(tmp_path)
+    for module, tensors in modules.items():
+        beside = {n: h for n, h in found.items() if n.startswith(module + ".")}
+        assert beside == {f"{module}.{suffix}": header for suffix, header in tensors.items()}
+    raw = json.loads((tmp_path / "config.json").read_text())
+    assert said in json.dumps(raw["quantization_config"])
+    assert DSV4Config.from_dict(raw).n_routed_experts == 8
+    assert (tmp_path / "hf_quant_config.json").exists() == name.startswith("nvfp4")
+    # Another format in its place leaves nothing of it.
+    assert main(["make-tiny", str(tmp_path), "--force"]) == 0
+    assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
+    assert not (tmp_path / "hf_quant_config.json").exists()
+
+
+def test_formats_hold_the_same_model_rounded(
+    tmp_path: Path, made: dict[tuple[str, str], Path]
+) -> None:
+    dense = load_file(made["vendor", "float32"] / "model.safetensors")
+    write_checkpoint(tmp_path, preset="tiny", format="vendor", seed=3)
+    name = "layers.4.ffn.experts.1.w2"
+    codes, scale = (
+        load_file(tmp_path / "model.safetensors")[f"{name}.{s}"] for s in ("weight", "scale")
+    )
+    values = dequant.mxfp4(codes, scale)
+    assert 0 < (values - dense[f"{name}.weight"]).abs().mean() < 0.15 * values.abs().mean()
+
+
 # ---- make-tiny: config.json and the tokenizer ----
 
 
@@ -407,7 +540,7 @@ def test_presets_of_real_widths(
     assert config.num_hash_layers == 1 and config.n_routed_experts == 16
     sizes = (config.hidden_size, config.num_attention_heads, config.o_groups)
     assert sizes == (hidden, heads, groups)
-    for entries in (cli_make_tiny.vendor_entries(config), cli_make_tiny.hf_entries(config)):
+    for entries in (tiny_weights.vendor_entries(config), tiny_weights.hf_entries(config)):
         assert sum(entry.bytes(2) for entry in entries) / 1e9 == pytest.approx(gigabytes, abs=0.05)
     assert f"{gigabytes} GB" in " ".join(cli_make_tiny._DESCRIPTION.split())
 
@@ -448,7 +581,7 @@ def test_chat_encoding_of_deepseek_accepts_the_tokenizer(made: dict[tuple[str, s
     letters = [encoded[1], *encoded[3:5]]
     assert encoded == [start, letters[0], user, *letters[1:], assistant, end]
     assert ids[BOS] == 0 and ids[EOS] == 1
-    assert set(cli_doctor._CHAT_TOKENS) <= ids.keys()
+    assert set(doctor_checkpoint.CHAT_TOKENS) <= ids.keys()
 
 
 # ---- doctor ----
@@ -494,8 +627,15 @@ def test_doctor_is_content_here(
     assert rows["hook model_class"]["status"] == "ok"
     assert "op sparse_attention" in rows
     assert rows["precision indexer_qk"]["found"] == "fp4"
-    assert rows["config.json"]["found"] == "7 layers (2 SWA, 3 CSA, 2 HCA), 8 experts"
+    config = "7 layers (2 SWA, 3 CSA, 2 HCA), 8 experts; transformers'"
+    assert rows["config.json"]["found"] == config
     assert "205 tensors" in rows["weights"]["found"]
+    assert rows["draft head"]["found"] == "none"
+    assert rows["tensor parallel"]["found"] == "1; sizes that work: 1, 2, 4, 8"
+    assert "at most" in rows["memory"]["found"]
+    parsers = "--tool-call-parser deepseekv4 --reasoning-parser deepseek-v4"
+    assert rows["parsers"]["found"].endswith(parsers)
+    assert "auto or bf16 or bfloat16" in rows["--kv-cache-dtype"]["found"]
     assert rows["tokenizer"]["found"] == "384 tokens"
 
 
@@ -632,8 +772,9 @@ def test_checkpoint_without_a_tensor(made: dict[tuple[str, str], Path], tmp_path
     tensors = load_file(folder / "model.safetensors")
     del tensors["layers.3.attn.attn_sink"]
     save_file(tensors, folder / "model.safetensors")
-    config, found = cli_doctor.check_checkpoint(folder)
+    config, found, *others = cli_doctor.check_checkpoint(folder)
     assert (config.status, found.status) == ("ok", "fail")
+    assert {row.status for row in others} == {"ok"}
     assert "layers.3.attn.attn_sink" in found.found and found.remedy
 
 

@@ -23,12 +23,14 @@ NANO_FILES = {
     "README.md",
     "config.json",
     "generation_config.json",
+    "held_out.json",
+    "hf_quant_config.json",
     "model.safetensors",
     "tokenizer.json",
     "tokenizer_config.json",
     "training.json",
 }
-NANO_LIMIT = 16_000_000  # bytes of model.safetensors: whoever installs the package downloads it
+NANO_LIMIT = 8_000_000  # bytes of model.safetensors: whoever installs the package downloads it
 
 # Run inside an environment, with an argument for each module to import: where they come from.
 REPORT = """

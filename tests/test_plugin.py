@@ -3,8 +3,11 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from sglang_dsv4 import plugin
 
@@ -96,3 +99,41 @@ def test_the_backend_refuses_what_is_not_ours() -> None:
 
     with pytest.raises(SystemExit, match="the runner holds object"):
         plugin._create_backend(Runner())
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("enable_dp_attention", True), ("attn_dp_size", 2), ("ep_size", 2)]
+)
+def test_ranks_with_requests_of_their_own_are_refused(option: str, value: Any) -> None:
+    """So no rank waits for others while it has no request."""
+    taken = dict(page_size=None, kv_cache_dtype="auto", dtype="auto", attention_backend=None)
+    arguments = taken | plugin.UNSUPPORTED
+    plugin._check_options(SimpleNamespace(**arguments))
+    with pytest.raises(SystemExit, match=f"--{option.replace('_', '-')} .given: {value}. is not"):
+        plugin._check_options(SimpleNamespace(**arguments | {option: value}))
+
+
+def test_an_idle_batch_goes_through_the_backend() -> None:
+    """No request and no token, as a rank has them that waits for others: nothing to do, at once."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    from sglang_dsv4.attention.backend import DSV4Backend
+    from sglang_dsv4.attention.metadata import Metadata
+
+    backend = DSV4Backend.__new__(DSV4Backend)  # what the host would give it stands below
+    backend.window, backend.caches = 128, (SimpleNamespace(window_rows=512),)
+    backend.token_to_kv_pool = SimpleNamespace(full_to_swa_index_mapping=torch.zeros(513).long())
+    backend.req_to_token_pool = SimpleNamespace(req_to_token=torch.zeros(9, 1024).int())
+    nothing = torch.zeros(0, dtype=torch.int64)
+    forward = SimpleNamespace(
+        forward_mode=ForwardMode.IDLE,
+        req_pool_indices=nothing,
+        positions=nothing,
+        seq_lens=nothing,
+    )
+    backend.init_forward_metadata_in_graph(forward)
+    meta = backend.metadata
+    assert isinstance(meta, Metadata)
+    assert meta.positions.shape == meta.window_store.shape == meta.csa.entry.shape == (0,)
+    assert meta.window.rows.shape == (0, 128) and meta.hca_list.rows.shape[0] == 0
+    assert meta.hca.row.shape == (0,) and meta.entries.page_table.shape == (0, 4)

@@ -1,7 +1,7 @@
 """Loading: every dialect, every share, every fault, from checkpoints and models written by hand."""
 
+import io
 import itertools
-import json
 import math
 import re
 import subprocess
@@ -15,8 +15,22 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from checkpoint_files import (
+    IN_FP32,
+    FakeModel,
+    Tensors,
+    assert_same,
+    dense_headers,
+    headers_of,
+    share,
+    write,
+    write_holes,
+    write_index,
+)
+from sglang_dsv4 import checkpoint
 from sglang_dsv4.config import DSV4Config
 from sglang_dsv4.tensor_table import TABLE, expected_tensors, vendor_names
+from sglang_dsv4.tiny_formats import RECIPES
 from sglang_dsv4.weights import CheckpointError, LoadReport, check, load
 
 FLASH: dict[str, Any] = dict(
@@ -81,6 +95,7 @@ TINY = FLASH | dict(
 LARGER = TINY | dict(  # 460 MB in fp32
     vocab_size=6000,
     hidden_size=2048,
+    q_lora_rank=32,
     num_hidden_layers=4,
     compress_ratios=[0, 4, 128, 4],
     n_routed_experts=6,
@@ -139,7 +154,6 @@ layer   ffn.experts.E.w3.weight               mlp.experts.E.up_proj.weight      
 """  # noqa: E501
 KINDS = ("SWA", "SWA", "CSA", "HCA", "CSA", "HCA", "CSA")
 HASHED_LAYERS = 3
-IN_FP32 = re.compile(r"(hc_\w+|attn_sink|ape|gate\.bias)$")
 
 
 def read_by_hand() -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
@@ -160,8 +174,6 @@ def read_by_hand() -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
 
 
 SHAPES, SPELLED_BY_TRANSFORMERS = read_by_hand()
-
-Tensors = dict[str, Tensor]
 
 
 def vendor_checkpoint() -> Tensors:
@@ -257,54 +269,8 @@ def parameters_of(tensors: Tensors) -> Tensors:
     return found
 
 
-# What ranks divide: end of the parameter's name -> dimension; w13 is two blocks of rows.
-DIVIDED = {
-    "embed.weight": 0,
-    "head.weight": 0,
-    "attn.attn_sink": 0,
-    "attn.wq_b.weight": 0,
-    "attn.wo_a.weight": 0,
-    "attn.wo_b.weight": 1,
-    ".experts.w2": 2,
-    "shared_experts.w2": 1,
-}
-
-
-class FakeModel(nn.Module):
-    """Parameters (a buffer for tid2eid) of the given names and shapes, filled with NaN or -1."""
-
-    def __init__(self, like: Tensors, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        for name, values in like.items():
-            *path, leaf = name.split(".")
-            owner: nn.Module = self
-            for step in path:
-                if not hasattr(owner, step):
-                    owner.add_module(step, nn.Module())
-                owner = getattr(owner, step)
-            if leaf == "tid2eid":
-                owner.register_buffer(leaf, torch.full(values.shape, -1))
-                continue
-            kept = torch.float32 if IN_FP32.search(name) else dtype
-            empty = torch.full(values.shape, torch.nan, dtype=kept)
-            owner.register_parameter(leaf, nn.Parameter(empty, requires_grad=False))
-        self.register_buffer("rope_table", torch.zeros(3), persistent=False)
-
-    def values(self) -> Tensors:
-        return {n: t for n, t in self.state_dict().items() if n != "rope_table"}
-
-
 CHECKPOINT = vendor_checkpoint()
 PARAMETERS = parameters_of(CHECKPOINT)
-
-
-def share(name: str, values: Tensor, rank: int) -> Tensor:
-    """What rank 0 or 1 of two keeps of a parameter."""
-    if name.endswith("w13"):
-        first, second = values.chunk(2, dim=-2)
-        return torch.cat([half.chunk(2, dim=-2)[rank] for half in (first, second)], dim=-2)
-    dims = [dim for end, dim in DIVIDED.items() if name.endswith(end)]
-    return values.chunk(2, dim=dims[0])[rank] if dims else values
 
 
 def load_into(
@@ -313,59 +279,11 @@ def load_into(
     return load(model, tensors.items(), CONFIG, rank=rank, size=size)
 
 
-def assert_same(found: Tensors, expected: Tensors) -> None:
-    assert found.keys() == expected.keys()
-    different = [name for name in expected if not torch.equal(found[name], expected[name])]
-    assert not different, different
-
-
 def refusal(tensors: Mapping[str, Tensor]) -> str:
     """The message with which `load` refuses the tensors."""
     with pytest.raises(CheckpointError) as refused:
         load_into(FakeModel(PARAMETERS), tensors)
     return str(refused.value)
-
-
-def write(folder: Path, tensors: Mapping[str, Tensor], shards: int = 1) -> dict[str, str]:
-    """Writes a checkpoint and, where there are several shards, its index, which it returns."""
-    if shards == 1:
-        save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "model.safetensors")
-        return {}
-    names = list(tensors)
-    index = {name: f"model-{i % shards + 1:05}.safetensors" for i, name in enumerate(names)}
-    for file in set(index.values()):
-        own = {n: tensors[n].contiguous() for n in names if index[n] == file}
-        save_file(own, folder / file)
-    write_index(folder, index)
-    return index
-
-
-def write_index(folder: Path, index: Mapping[str, str]) -> None:
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-
-
-def write_zeros(
-    folder: Path, config: DSV4Config, dtype: str, file_of: Callable[[str], str]
-) -> None:
-    """Writes a checkpoint of zeros as files with holes, which take no room on the disk."""
-    slots = expected_tensors(config)
-    index = {name: f"{file_of(name)}.safetensors" for name in slots}
-    files: dict[str, list[str]] = {}
-    for name, file in index.items():
-        files.setdefault(file, []).append(name)
-    for file, names in files.items():
-        entries, end = {}, 0
-        for name in names:
-            stored = "I64" if name.endswith("tid2eid") else dtype
-            size = {"I64": 8, "F32": 4, "BF16": 2}[stored] * math.prod(slots[name].shape)
-            offsets, end = [end, end + size], end + size
-            entries[name] = {"dtype": stored, "shape": slots[name].shape, "data_offsets": offsets}
-        header = json.dumps(entries).encode()
-        header += b" " * (-len(header) % 8)
-        with (folder / file).open("wb") as stream:
-            stream.write(len(header).to_bytes(8, "little") + header)
-            stream.truncate(8 + len(header) + end)
-    write_index(folder, index)
 
 
 def check_refusal(folder: Path) -> str:
@@ -421,7 +339,7 @@ def test_every_dialect_gives_the_same_parameters(
     summary = check(tmp_path, CONFIG)
     assert summary.tensors == len(tensors) and summary.shards == 3
     assert summary.values == sum(tensor.numel() for tensor in CHECKPOINT.values())
-    assert summary.dtypes == {"F32": len(tensors) - 3, "I64": 3}
+    assert summary.formats == {"F32": len(tensors) - 3, "I64": 3}
 
 
 @pytest.mark.parametrize("dialect", [dict, hf_stacked], ids=["vendor", "stacked"])
@@ -579,7 +497,7 @@ FAULTS: dict[str, tuple[Tensors, list[str]]] = {
     ),
     "float64": (
         CHECKPOINT | {"norm.weight": torch.zeros(32, dtype=torch.float64)},
-        ["unsupported formats (this version loads BF16, FP16 and FP32 only)", "norm.weight"],
+        ["1 unsupported formats", "norm.weight: format not known (F64)"],
     ),
     "table of floats": (
         CHECKPOINT | {"layers.2.ffn.gate.tid2eid": torch.zeros(48, 2)},
@@ -587,7 +505,7 @@ FAULTS: dict[str, tuple[Tensors, list[str]]] = {
     ),
     "scale of a dense weight": (
         CHECKPOINT | {"layers.0.attn.wq_a.scale": torch.zeros(1, 1)},
-        ["1 unknown tensors:\n  layers.0.attn.wq_a.scale"],
+        ["1 unknown tensors:\n  layers.0.attn.wq_a.scale (layers.0.attn.wq_a.weight is"],
     ),
 }
 
@@ -598,65 +516,6 @@ def test_faulty_tensors_are_refused(tensors: Tensors, told: list[str], tmp_path:
     for message in (refusal(tensors), check_refusal(tmp_path)):
         missing = [text for text in told if text not in message]
         assert not missing, message
-
-
-BYTES, FP8, E8M0 = torch.uint8, torch.float8_e4m3fn, torch.float8_e8m0fnu
-QUANTISED: dict[str, tuple[dict[str, torch.dtype], str]] = {
-    "FP8 in blocks": ({".weight": FP8, ".scale": E8M0}, "FP8 (scale)"),
-    "FP8, inverse scale": ({".weight": FP8, ".weight_scale_inv": torch.float32}, "FP8 (weight_sca"),
-    "FP8 without scale": ({".weight": FP8}, "FP8 (F8_E4M3)"),
-    "MXFP4": ({".weight": torch.int8, ".scale": E8M0}, "MXFP4 (scale)"),
-    "NVFP4": (
-        {".weight": BYTES, ".weight_scale": FP8, ".weight_scale_2": torch.float32},
-        "NVFP4 (weight_scale, weight_scale_2)",
-    ),
-    "NVFP4, scales as bytes": (
-        {".weight": BYTES, ".weight_scale": BYTES, ".weight_scale_2": torch.float32},
-        "NVFP4 (weight_scale, weight_scale_2)",
-    ),
-    "NVFP4 without second scale": (
-        {".weight": BYTES, ".weight_scale": FP8, ".input_scale": torch.float32},
-        "NVFP4 (input_scale, weight_scale)",
-    ),
-    "compressed-tensors": (
-        {".weight_packed": BYTES, ".weight_scale": FP8, ".weight_global_scale": torch.float32},
-        "compressed-tensors (weight_global_scale, weight_packed, weight_scale)",
-    ),
-    "bytes": ({".weight": BYTES}, "format not known (U8)"),
-}
-
-
-@pytest.mark.parametrize(("beside", "told"), QUANTISED.values(), ids=QUANTISED)
-@pytest.mark.parametrize("module", ["layers.4.attn.wq_a", "layers.4.ffn.experts.1.w2"])
-def test_quantised_tensors_are_refused_by_format(
-    module: str, beside: dict[str, torch.dtype], told: str, tmp_path: Path
-) -> None:
-    module = SPELLED_BY_TRANSFORMERS[module + ".weight"].removesuffix(".weight")
-    tensors = hf_per_expert(CHECKPOINT)
-    del tensors[module + ".weight"]
-    tensors |= {module + end: torch.ones(4, 2).to(dtype) for end, dtype in beside.items()}
-    write(tmp_path, tensors)
-    message = check_refusal(tmp_path)
-    assert "(this version loads BF16, FP16 and FP32 only)" in message
-    assert f"{module}.weight: {told}" in message
-    assert "unknown" not in message and "missing" not in message and "shapes" not in message
-
-
-def test_quantised_stacks_are_refused_by_format(tmp_path: Path) -> None:
-    stack = "model.layers.4.mlp.experts.gate_up_proj"
-    tensors = hf_stacked(CHECKPOINT) | {stack: torch.ones(3, 20, 16, dtype=BYTES)}
-    tensors |= {f"{stack}_weight_scale": torch.ones(3, 20, 2).to(FP8)}
-    write(tmp_path, tensors | {f"{stack}_weight_scale_2": torch.ones(3)})
-    message = check_refusal(tmp_path)
-    assert f"{stack}: NVFP4 (weight_scale, weight_scale_2)" in message
-    assert "unknown" not in message and "missing" not in message
-
-
-def test_quantised_tensors_are_refused_in_the_stream_too() -> None:
-    quantised = torch.ones(24, 32).to(FP8)
-    assert "layers.0.attn.wq_a.weight: FP8" in refusal(
-        CHECKPOINT | {"layers.0.attn.wq_a.weight": quantised}
-    )
 
 
 # ---- faults in files ----
@@ -688,6 +547,13 @@ def test_shards_cut_short_are_named_with_their_sizes(tmp_path: Path) -> None:
     assert "expected at least 8 bytes by its header, found 0" in check_refusal(tmp_path)
 
 
+def with_header(places: str, size: int = 4, length: int = 1) -> bytes:
+    """A file of `size` bytes of tensors, "name": [begin, end], each FP32 of shape [length]."""
+    entry = rf'{{"dtype": "F32", "shape": [{length}], "data_offsets": \1}}'
+    header = ("{" + re.sub(r"(\[.*?\])", entry, places) + "}").encode()
+    return len(header).to_bytes(8, "little") + header + bytes(size)
+
+
 @pytest.mark.parametrize(
     ("content", "told"),
     [
@@ -696,6 +562,15 @@ def test_shards_cut_short_are_named_with_their_sizes(tmp_path: Path) -> None:
         (b"\x04\0\0\0\0\0\0\0nope", "not a safetensors file (JSONDecodeError"),
         (b"\x02\0\0\0\0\0\0\0[]", "not a safetensors file (TypeError"),
         (b'\x09\0\0\0\0\0\0\0{"a": {}}', "not a safetensors file (KeyError"),
+        (with_header('"a": [0, 4], "a": [0, 4]'), "its header repeats a"),
+        (with_header('"a": [1, 5]', 5), "a begins at 1, the tensor before it ends at 0"),
+        (
+            with_header('"a": [0, 4], "b": [3, 7]', 7),
+            "b begins at 3, the tensor before it ends at 4",
+        ),
+        (with_header('"a": [0, 3]', 3), "a, F32 [1], has 3 bytes"),
+        (with_header('"a": [0, 0]', 0, -1), "a has shape [-1] at 0 to 0"),
+        (with_header('"a": [0, "4"]'), "not a safetensors file"),
     ],
 )
 def test_other_files_are_refused(content: bytes, told: str, tmp_path: Path) -> None:
@@ -738,7 +613,11 @@ def test_folders_without_a_checkpoint_are_refused(tmp_path: Path) -> None:
 def test_check_reads_headers_only(tmp_path: Path) -> None:
     """A BF16 checkpoint of Flash's full size, 569 GB of zeros: reading it would take minutes."""
     config = DSV4Config.from_dict(FLASH)
-    write_zeros(tmp_path, config, "BF16", lambda name: (name + ".").split(".")[1])
+    write_holes(
+        tmp_path,
+        dense_headers(expected_tensors(config), "BF16"),
+        lambda name: (name + ".").split(".")[1],
+    )
     assert check(tmp_path, config).values == 284_332_240_471 + 3 * 129_280 * 6
 
 
@@ -775,54 +654,87 @@ def test_checkpoint_saved_by_transformers(original: bool, tmp_path: Path) -> Non
         assert torch.equal(found[f"{ffn}.shared_experts.w2"], down)
 
 
+# ---- progress ----
+
+
+def test_progress_counts_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, CHECKPOINT, shards=3)
+    total = checkpoint.total_bytes(tmp_path)
+    size = sum(tensor.nbytes for tensor in CHECKPOINT.values())
+    assert total is not None and size < total < size + 100_000  # the headers
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    load_with(total, FakeModel(PARAMETERS))
+    shown = terminal.getvalue()
+    assert re.search(r"weights: .*\d+(\.\d+)?M/\d+(\.\d+)?M \[\d\d:\d\d<\d\d:\d\d, .*B/s\]", shown)
+    terminal.truncate(0)
+    load_with(None, FakeModel(PARAMETERS))
+    assert not terminal.getvalue()
+    assert checkpoint.total_bytes(tmp_path / "somewhere/else") is None
+
+
+def load_with(total: int | None, model: FakeModel) -> None:
+    load(model, CHECKPOINT.items(), CONFIG, rank=0, size=1, total_bytes=total)
+
+
 # ---- memory ----
 
 # Prints by how many MB the peak of resident memory rises while the checkpoint is loaded.
 MEASURE = """
-import resource, sys
+import sys
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from test_weights import DSV4Config, FakeModel, LARGER, expected_tensors, load
+from checkpoint_files import FakeModel, read, shapes_of
+from test_weights import DSV4Config, LARGER, load
 
 def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-def stream():
-    for file in sorted(Path(sys.argv[1]).glob("*.safetensors")):
-        with safe_open(file, framework="pt") as shard:
-            for name in shard.keys():
-                yield name, shard.get_tensor(name)
+    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) / 1024
 
 config = DSV4Config.from_dict(LARGER)
-shapes = {}
-for slot in expected_tensors(config).values():
-    experts = () if slot.expert is None else (config.n_routed_experts,)
-    shapes[slot.parameter] = (*experts, slot.shape[0] * slot.row.parts, *slot.shape[1:])
-model = FakeModel({name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
+model = FakeModel(shapes_of(config), getattr(torch, sys.argv[3]))
 before = peak()
 hoard = sys.argv[2] == "hoard"
-tensors = [(name, tensor.clone()) for name, tensor in stream()] if hoard else stream()
+stream = read(Path(sys.argv[1]))
+tensors = [(name, tensor.clone()) for name, tensor in stream] if hoard else stream
 load(model, tensors, config, rank=0, size=1)
-print(peak() - before, sum(p.numel() * 4 for p in model.parameters()) / 2**20)
+print(peak() - before, sum(p.nbytes for p in model.parameters()) / 2**20)
 """
 
 
-def test_no_second_copy_of_the_model_in_memory(tmp_path: Path) -> None:
-    numbers = itertools.count()
-    config = DSV4Config.from_dict(LARGER)
-    write_zeros(tmp_path, config, "F32", lambda name: str(next(numbers) % 8))
+def rises(folder: Path, dtype: str) -> dict[str, float]:
+    """By how many MB memory rises, and how large the model is."""
     rise = {}
     for mode in ("stream", "hoard"):
         done = subprocess.run(
-            [sys.executable, "-c", MEASURE, str(tmp_path), mode],
+            [sys.executable, "-c", MEASURE, str(folder), mode, dtype],
             cwd=Path(__file__).parent,
             capture_output=True,
             text=True,
         )
         assert done.returncode == 0, done.stderr
-        rise[mode], model = map(float, done.stdout.split())
-        assert model > 400
+        rise[mode], rise["model"] = map(float, done.stdout.split())
+    return rise
+
+
+def test_no_second_copy_of_the_model_in_memory(tmp_path: Path) -> None:
+    numbers = itertools.count()
+    headers = dense_headers(expected_tensors(DSV4Config.from_dict(LARGER)), "F32")
+    write_holes(tmp_path, headers, lambda name: str(next(numbers) % 8))
+    rise = rises(tmp_path, "float32")
+    assert rise["model"] > 400
     assert rise["stream"] < 150, rise  # one of the eight files is mapped at a time
     assert rise["hoard"] > 350, rise  # the measure does show a second copy
+
+
+def test_dequantising_needs_the_shards_that_are_open_and_no_more(tmp_path: Path) -> None:
+    """Every weight lies in another file than its scale, so two files are open at a time."""
+    numbers = itertools.count()
+    headers = headers_of(DSV4Config.from_dict(LARGER), RECIPES["fp8-base"])
+    write_holes(tmp_path, headers, lambda name: str(next(numbers) % 8))
+    rise = rises(tmp_path, "bfloat16")
+    shards = sorted(file.stat().st_size / 2**20 for file in tmp_path.glob("*.safetensors"))
+    assert rise["model"] > 240 and sum(shards) > 160
+    assert rise["stream"] < sum(shards[-2:]) + 40, (rise, shards)
+    assert rise["hoard"] > sum(shards) - 20, (rise, shards)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sglang_dsv4 import host, precision, weights
+from sglang_dsv4 import checkpoint, host, precision, weights
 from sglang_dsv4.backends import Machine, choose
 from sglang_dsv4.config import DSV4Config
 from sglang_dsv4.model import Model
@@ -30,7 +30,7 @@ class DeepseekV4ForCausalLM(nn.Module):
         self.parallel = host.parallel()
         self.config.check_tensor_parallel(self.parallel.size)
         settings = Settings.read()
-        chosen = precision.parse(settings.precision)
+        self.chosen = chosen = precision.parse(settings.precision)
         self.ops = choose(Machine.probe(host.device()), settings.ops)
         logger.info("sglang-dsv4 precision:\n%s", chosen.describe())
         logger.info("sglang-dsv4 ops:\n%s", "\n".join(self.ops.describe()))
@@ -51,8 +51,10 @@ class DeepseekV4ForCausalLM(nn.Module):
 
     def load_weights(self, stream: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Fill every parameter from (name, tensor) pairs, or raise weights.CheckpointError."""
+        rank, size = self.parallel.rank, self.parallel.size
+        total = checkpoint.total_bytes(host.checkpoint_folder()) if rank == 0 else None
         report = weights.load(
-            self, stream, self.config, rank=self.parallel.rank, size=self.parallel.size
+            self, stream, self.config, rank=rank, size=size, total_bytes=total, chosen=self.chosen
         )
         logger.info("sglang-dsv4 weights: %s", report)
 

@@ -22,6 +22,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from sglang_dsv4 import cli_demo, nano_demo_plot
+from sglang_dsv4.memory_plan import CacheSizes
 
 TOLD_OF_WORDS = ("to begin with", "the call")  # what a problem says when the words are wrong
 LIMIT = 900  # seconds, for a start and six answers on a busy machine
@@ -153,6 +154,7 @@ def test_rows_of_the_picture_are_those_of_the_pool(kept: Result) -> None:
     total = sum(kind.bytes_per_token for kind in rows if kind.name != "window")
     log = Path(kept.report["log"]).read_text(errors="replace")
     assert f"torch.bfloat16 rows, {total:.0f} bytes per context token" in log
+    assert f"torch.bfloat16 rows, {CacheSizes(config, 2)}" in log
 
 
 def test_another_demo_asks_the_kept_server(kept: Result) -> None:

@@ -116,6 +116,13 @@ def test_broken_checkpoint(refused: Refused, change: Callable[[Path], None], say
     assert "Load weight begin" not in text
 
 
+def server_arguments(folder: Path, **changes: Any) -> SimpleNamespace:
+    """Those that the check of a checkpoint reads."""
+    defaults = dict(model_path=str(folder), load_format="auto", tp_size=1, dtype="auto")
+    defaults |= dict(device="cpu", json_model_override_args="{}")
+    return SimpleNamespace(**(defaults | changes))
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -134,23 +141,39 @@ def test_the_check_that_refuses(
     """The same check as above, called as the server calls it, without its start-up time."""
     folder = shutil.copytree(checkpoint, tmp_path / "changed")
     change(folder)
-    arguments = SimpleNamespace(
-        model_path=str(folder), load_format="auto", tp_size=1, json_model_override_args="{}"
-    )
+    arguments = server_arguments(folder)
     with pytest.raises(SystemExit, match=re.escape(says)):
         plugin._check_checkpoint(arguments)
 
 
 def test_overrides_of_the_config_are_checked(checkpoint: Path) -> None:
     """Also where no weights are read."""
-    arguments = SimpleNamespace(
-        model_path=str(checkpoint),
-        load_format="dummy",
-        tp_size=1,
-        json_model_override_args='{"num_hidden_layers": 3}',
+    overrides = '{"num_hidden_layers": 3}'
+    arguments = server_arguments(
+        checkpoint, load_format="dummy", json_model_override_args=overrides
     )
     with pytest.raises(SystemExit, match="layer_types = 7 is refused: must be 3"):
         plugin._check_checkpoint(arguments)
+
+
+def test_weights_that_cannot_fit_are_refused_on_a_gpu(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from sglang_dsv4 import host
+
+    caplog.set_level("INFO")
+    arguments = server_arguments(checkpoint)
+    monkeypatch.setattr(host, "device_memory", lambda _: ("cuda", 8 << 20))
+    with pytest.raises(SystemExit) as refusal:
+        plugin._check_checkpoint(arguments)
+    told = "the weights of a rank take 0.0 GiB in memory; this machine's CUDA has 0.0 GiB."
+    assert told in str(refusal.value)
+    monkeypatch.setattr(host, "device_memory", lambda _: ("cuda", None))
+    plugin._check_checkpoint(arguments)
+    assert f"{checkpoint}: serves" in caplog.text
+    monkeypatch.setattr(host, "device_memory", lambda _: ("cpu", 8 << 20))
+    plugin._check_checkpoint(arguments)
+    assert "this machine's CPU has 0.0 GiB" in caplog.text  # a warning: it may be paged
 
 
 def test_nan_weights(refused: Refused) -> None:

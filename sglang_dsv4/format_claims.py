@@ -1,0 +1,140 @@
+"""What a checkpoint's config says of its formats, held against what its tensors are.
+
+Formats are decided from the tensors. A config that says otherwise changes nothing, but is told of:
+other programs believe it.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from sglang_dsv4.census import Census
+from sglang_dsv4.formats import TensorFormat
+
+CONFIG, MODELOPT_CONFIG = "config.json", "hf_quant_config.json"
+
+_FP8 = TensorFormat.FP8.value
+_MXFP4 = TensorFormat.MXFP4.value
+_NVFP4 = (TensorFormat.NVFP4.value, TensorFormat.COMPRESSED_TENSORS.value)
+
+
+def contradictions(folder: Path, census: Census) -> list[str]:
+    """One line for each thing that the config files in `folder` say and the tensors deny."""
+    found = census.quantised()
+    quantisation = _read(folder / CONFIG).get("quantization_config") or {}
+    expert_dtype = _read(folder / CONFIG).get("expert_dtype")
+    modelopt = _read(folder / MODELOPT_CONFIG).get("quantization") or {}
+    if not isinstance(quantisation, dict) or not isinstance(modelopt, dict):
+        return [f"{CONFIG}: quantization_config is no object; what it says is not compared"]
+    lines = list(_about_experts(expert_dtype, census))
+    if not quantisation and not modelopt:
+        if found:
+            lines.append(f"{CONFIG} says nothing of quantisation, the tensors are {_list(found)}")
+        return lines
+    for file, said in ((CONFIG, quantisation), (MODELOPT_CONFIG, modelopt)):
+        if said:
+            lines += [f"{file}: {line}" for line in _about(said, found, census)]
+    return lines
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):  # for others to tell
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _list(formats: set[str]) -> str:
+    return " and ".join(sorted(formats))
+
+
+def _about_experts(dtype: Any, census: Census) -> Iterator[str]:
+    claimed = {"fp4": {_MXFP4, *_NVFP4}, "fp8": {_FP8}}.get(str(dtype))
+    held = {held for what, held in census.examples if what.startswith("ffn.experts.")}
+    if claimed is not None and held - claimed:
+        yield f"{CONFIG}: expert_dtype is {dtype}, the experts are {_list(held)}"
+
+
+def _about(said: Mapping[str, Any], found: set[str], census: Census) -> Iterator[str]:
+    """The contradictions of one quantisation section."""
+    groups = [
+        group for group in _mapping(said, "config_groups").values() if isinstance(group, dict)
+    ]
+    words = _algorithms(said, groups)
+    if "NVFP4" in words and not found.intersection(_NVFP4):
+        yield f"it says NVFP4, no tensor is ({_list(found) or 'none is quantised'})"
+    if "FP8" in words and _FP8 not in found:
+        yield f"it says FP8, no tensor is ({_list(found) or 'none is quantised'})"
+    # In the release, quant_method fp8 means FP8 with MXFP4 experts.
+    unsaid = found.intersection(_NVFP4) if words and "NVFP4" not in words else set()
+    if unsaid:
+        yield f"it says {' and '.join(sorted(words))}, some tensors are {_list(unsaid)}"
+    yield from _about_sizes(said, groups, found)
+    ignored = [*_texts(said.get("ignore")), *_texts(said.get("exclude_modules"))]
+    for (_, held), name in sorted(census.examples.items()):
+        pattern = _match(name, ignored) if held in _NVFP4 else None
+        if pattern is not None:
+            yield f"it leaves {pattern} unquantised, {name} is {held}"
+    targets = {target for group in groups for target in _texts(group.get("targets"))}
+    others = {held for held in found if held not in _NVFP4}
+    if "Linear" in targets and "NVFP4" in words and others:
+        yield f"it makes every Linear NVFP4, some are {_list(others)}"
+
+
+def _mapping(said: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = said.get(key)
+    return value if isinstance(value, dict) else {}
+
+
+def _texts(value: Any) -> list[str]:
+    return [str(item) for item in value] if isinstance(value, list) else []
+
+
+def _algorithms(said: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> set[str]:
+    """NVFP4 and FP8, as far as the section names them as formats of weights."""
+    layers = _mapping(said, "quantized_layers").values()
+    texts = [said.get(key) for key in ("quant_method", "quant_algo", "moe_quant_algo", "format")]
+    texts += [layer.get("quant_algo") for layer in layers if isinstance(layer, dict)]
+    for group in groups:
+        weights = _mapping(group, "weights")
+        texts.append(group.get("format"))
+        if weights.get("type") == "float":
+            texts += [{"4": "nvfp4", "8": "fp8"}.get(str(weights.get("num_bits")))]
+    upper = [str(text).upper() for text in texts if text]
+    return {name for name in ("NVFP4", "FP8") if any(name in text for text in upper)}
+
+
+def _about_sizes(
+    said: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], found: set[str]
+) -> Iterator[str]:
+    block = said.get("weight_block_size")
+    if block is not None and _FP8 in found and block != [128, 128]:
+        yield f"weight_block_size is {block}, blocks are 128x128"
+    scale = said.get("scale_fmt")
+    if scale is not None and _FP8 in found and scale != "ue8m0":
+        yield f"scale_fmt is {scale}; scales are read by their own dtype"
+    sizes = [said.get("group_size"), *(_mapping(g, "weights").get("group_size") for g in groups)]
+    for size in sizes:
+        if size is not None and found.intersection(_NVFP4) and size != 16:
+            yield f"group_size is {size}, groups of NVFP4 are of 16"
+
+
+def _match(name: str, patterns: Sequence[str]) -> str | None:
+    """The first pattern (a name, a glob, or a regular expression after "re:") for a module."""
+    module = name.removesuffix(".weight")
+    for pattern in patterns:
+        if pattern.startswith("re:"):
+            try:
+                matched = re.match(pattern[3:], module) is not None
+            except (re.error, OverflowError, RecursionError):
+                continue
+        else:
+            bare = pattern.removeprefix("model.")
+            matched = fnmatch(module.removeprefix("model."), bare)
+        if matched:
+            return pattern
+    return None
