@@ -46,6 +46,40 @@ def poisoned_memory() -> Iterator[None]:
         yield
 
 
+def kernels_run() -> bool:
+    """Whether Triton's kernels run in this process: on a GPU, or in the interpreter."""
+    return torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers",
+        "kernels: launches Triton kernels; without a GPU, only where kernel_checks.interpreted"
+        " starts a session in the interpreter",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what the interpreted session runs: it is not skipped, it runs elsewhere."""
+    elsewhere = [item for item in items if item.get_closest_marker("kernels")]
+    if kernels_run() or not elsewhere:
+        return
+    config.hook.pytest_deselected(items=elsewhere)
+    items[:] = [item for item in items if item not in elsewhere]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def kernels_under_test() -> Iterator[None]:
+    """Launches on tensors without values do nothing; the interpreter computes as a GPU does."""
+    if not kernels_run():
+        yield
+        return
+    from kernel_checks import kernels_ready_for_tests
+
+    with kernels_ready_for_tests():
+        yield
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip a `gpu(capability)` test where there is no such GPU, saying what it needs."""
     marker = item.get_closest_marker("gpu")
