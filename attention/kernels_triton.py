@@ -329,7 +329,8 @@ def _kv_norm_rope_store_kernel(
     tl.store(target + rotated, tail.to(cache.dtype.element_ty))
 
 
-@triton.jit
+# Not specialised: each value would compile the kernel again, while requests wait.
+@triton.jit(do_not_specialize=["page_table_request"])
 def _csa_index_list_kernel(
     selected,
     selected_token,
@@ -376,8 +377,7 @@ def _csa_index_list_kernel(
     tl.store(lengths + token, split + tl.sum(valid.to(tl.int64)))
 
 
-# Not specialised: each value would compile the kernel again, while requests wait.
-@triton.jit(do_not_specialize=["rows_token", "splits"])
+@triton.jit(do_not_specialize=["rows_token", "splits"])  # for the same reason
 def _attention_kernel(
     q,
     q_token,

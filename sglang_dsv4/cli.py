@@ -5,7 +5,14 @@ import json
 import sys
 from collections.abc import Sequence
 
-from sglang_dsv4 import __version__, cli_demo, cli_doctor, cli_graph_check, cli_make_tiny
+from sglang_dsv4 import (
+    __version__,
+    cli_demo,
+    cli_doctor,
+    cli_graph_check,
+    cli_make_tiny,
+    cli_warm,
+)
 from sglang_dsv4.config import ConfigError
 from sglang_dsv4.nano_demo_server import UsageError
 from sglang_dsv4.settings import SettingsError
@@ -19,12 +26,14 @@ examples:
   sglang-dsv4 doctor                      what is installed, what is missing, how to get it
   sglang-dsv4 doctor /models/v4 --json    the same as JSON, with a check of a checkpoint
   sglang-dsv4 graph-check                 prove that a decode step can be one CUDA graph
+  sglang-dsv4 warm --config flash         compile the kernels before a server needs them
   sglang-dsv4 make-tiny /tmp/tiny         a small random checkpoint, to try the server with
   python -m sglang.launch_server --model-path /tmp/tiny --device cpu
 
 exit codes:
   0    all went well
-  1    a check failed (doctor, graph-check), or the server or an answer is not as expected (demo)
+  1    a check failed (doctor, graph-check), a kernel could not be built (warm), or the server or an
+       answer is not as expected (demo)
   2    the command line or what it names cannot be used
   130  interrupted
 """
@@ -55,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"sglang-dsv4 {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for module in (cli_demo, cli_make_tiny, cli_doctor, cli_graph_check):
+    for module in (cli_demo, cli_make_tiny, cli_doctor, cli_graph_check, cli_warm):
         command = module.add_parser(commands)
         command.add_argument("--json", action="store_true", help="print one JSON object on stdout")
         command.set_defaults(run=module.run)

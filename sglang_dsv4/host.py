@@ -6,6 +6,7 @@ scheduler, allocator and radix tree go on recognising them.
 
 import json
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -78,6 +79,17 @@ def parallel() -> Parallel:
         size=get_tensor_model_parallel_world_size(),
         all_reduce=tensor_model_parallel_all_reduce,
     )
+
+
+def just_in_time() -> list[tuple[str, Callable[[], Any]]]:
+    """Host code that our path reaches and that is compiled at its first use on a GPU: what it is,
+    and a call that compiles it."""
+    from sglang.kernels.ops.attention.clamp_position import clamp_position
+
+    def positions() -> Any:
+        return clamp_position(torch.ones(1, dtype=torch.int64, device="cuda"))
+
+    return [("SGLang positions", positions)]
 
 
 def device() -> str:

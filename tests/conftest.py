@@ -54,15 +54,22 @@ def kernels_run() -> bool:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
-        "kernels: launches Triton kernels; without a GPU, only where kernel_checks.interpreted"
-        " starts a session in the interpreter",
+        "kernels: launches Triton kernels; without a GPU, only in the session that"
+        " test_kernels_interpreted.py starts in the interpreter",
+    )
+    config.addinivalue_line(
+        "markers", "thorough: more than the interpreter has time for, unless --thorough is given"
     )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what the interpreted session runs: it is not skipped, it runs elsewhere."""
-    elsewhere = [item for item in items if item.get_closest_marker("kernels")]
-    if kernels_run() or not elsewhere:
+    """Leave out what the interpreted session runs: it is not skipped, it runs elsewhere. What is
+    marked `thorough` runs where asked for, and on a GPU, which has the time."""
+    left_out = () if kernels_run() else ("kernels",)
+    if not (torch.cuda.is_available() or config.getoption("--thorough")):
+        left_out = (*left_out, "thorough")
+    elsewhere = [item for item in items if any(map(item.get_closest_marker, left_out))]
+    if not elsewhere:
         return
     config.hook.pytest_deselected(items=elsewhere)
     items[:] = [item for item in items if item not in elsewhere]
@@ -120,3 +127,6 @@ def free_port() -> int:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Served tests can run against servers with a planted fault; see mutants.py."""
     parser.addoption("--mutant", help="plant this fault in every server")
+    parser.addoption(
+        "--thorough", action="store_true", help="all that can be interpreted, and every compilation"
+    )

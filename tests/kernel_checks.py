@@ -6,13 +6,9 @@ interpreter finds wrong results. Neither sees races or times: tests marked `gpu`
 
 import contextlib
 import io
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -26,7 +22,6 @@ from triton.compiler import ASTSource
 from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction, KernelInterface
 
-ROOT = Path(__file__).parents[1]
 # Compute capability -> bytes of shared memory that one block may use.
 SHARED_MEMORY: Mapping[int, int] = {
     80: 166912,
@@ -68,6 +63,7 @@ class CompileCase:
     """One kernel as it is launched: `compile_for_all`'s arguments under a name.
 
     per_capability overrides constexprs and options (num_warps, num_stages) for one capability.
+    usual: capabilities of every run; what is left of `capabilities` is compiled with --thorough.
     """
 
     name: str
@@ -77,18 +73,14 @@ class CompileCase:
     options: Mapping[str, Any]
     per_capability: Callable[[int], Mapping[str, Any]] | None = None
     capabilities: Collection[int] = tuple(SHARED_MEMORY)
+    usual: Collection[int] = tuple(SHARED_MEMORY)
 
-    def reports(self) -> list[Report]:
-        """The case compiled for each of its capabilities."""
-        found = []
-        for capability in self.capabilities:
-            changed = dict(self.per_capability(capability)) if self.per_capability else {}
-            constexprs = {name: changed.pop(name, value) for name, value in self.constexprs.items()}
-            options = {**self.options, **changed}
-            found.append(
-                compile_for(capability, self.kernel, self.signature, constexprs, **options)
-            )
-        return found
+    def report(self, capability: int) -> Report:
+        """The case compiled for one of its capabilities."""
+        changed = dict(self.per_capability(capability)) if self.per_capability else {}
+        constexprs = {name: changed.pop(name, value) for name, value in self.constexprs.items()}
+        options = {**self.options, **changed}
+        return compile_for(capability, self.kernel, self.signature, constexprs, **options)
 
 
 def compile_for_all(
@@ -110,12 +102,14 @@ def compile_for(
     kernel: Any,
     signature: Mapping[str, str],
     constexprs: Mapping[str, Any],
+    *,
+    unaligned: Collection[str] = (),
     **options: Any,
 ) -> Report:
     """The kernel compiled for one capability, without a GPU and without the cache.
 
     As in a launch on tensors of the model, pointers and integers are multiples of 16 bytes or
-    elements, but for integers that the kernel does not specialise.
+    elements, but for integers that the kernel does not specialise, and those named as unaligned.
     """
     if not isinstance(kernel, JITFunction):
         raise TypeError(f"{kernel.__name__}: compile it in a process without TRITON_INTERPRET")
@@ -127,6 +121,7 @@ def compile_for(
         for parameter in kernel.params
         if signature.get(parameter.name, "fp").startswith(("*", "i"))
         and not parameter.do_not_specialize
+        and parameter.name not in unaligned
     }
     source = ASTSource(kernel, types, constexprs, aligned)
     log = io.StringIO()
@@ -164,30 +159,7 @@ def assert_compiles_without_spills(
     return reports
 
 
-# ---- run by the interpreter ----
-
-
-def interpreted(test_module: str, *, select: str = "triton", marked: str = "") -> None:
-    """Runs tests in Triton's interpreter, on the CPU; fails unless they all pass and some ran.
-
-    test_module: path below the repository, such as the tests of an op. select: pytest's -k
-    expression, by default the cases of the Triton provider. marked: its -m expression. Triton
-    decides for the interpreter when it is imported, hence a process of its own.
-    """
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    environment.pop("PYTEST_ADDOPTS", None)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    run = subprocess.run(
-        [*command, "-k", select, "-m", marked, test_module],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    passed = re.search(r"(\d+) passed", run.stdout)
-    skipped = re.search(r"(\d+) skipped", run.stdout)
-    if run.returncode != 0 or passed is None or skipped is not None:
-        pytest.fail(f"{test_module} in the interpreter:\n{run.stdout[-6000:]}{run.stderr[-2000:]}")
+# ---- run by the interpreter (test_kernels_interpreted.py says what) ----
 
 
 def is_interpreting() -> bool:

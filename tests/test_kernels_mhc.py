@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from kernel_checks import interpreted
-from op_checks import implementations, randn
+from op_checks import implementations, randn, thorough
 from sglang_dsv4 import kernels_triton, reference
 from tolerance import assert_close
 
@@ -14,20 +13,6 @@ EPS = {"norm_eps": 1e-6, "hc_eps": 1e-6}
 FLASH, PRO = 4096, 7168
 # One of each kind of tile, and on either side of where they change.
 TOKENS = (1, 17, 32, 33, 256, 257, 2050)
-
-
-# ---- in the interpreter ----
-
-
-@pytest.mark.parametrize("op", ["rms_norm", "mhc_pre", "mhc_post", "mhc_head"])
-def test_op_in_the_interpreter(op):
-    # A token's Sinkhorn takes the interpreter 0.3 s, and the loop already is an oracle for it.
-    select = "triton and not transformers" if op == "mhc_pre" else "triton"
-    interpreted(f"tests/test_{op}.py", select=select)
-
-
-def test_this_module_in_the_interpreter():
-    interpreted("tests/test_kernels_mhc.py", select="", marked="kernels")
 
 
 def site(tokens: int, hidden: int, dtype=torch.float32, m: int = 4):
@@ -56,7 +41,7 @@ def exact(op, streams, *parameters, **options):
         (2, 1100, torch.float32),
         (2, 1100, torch.bfloat16),
         (33, 72, torch.float32),
-        (258, 40, torch.bfloat16),
+        thorough(258, 40, torch.bfloat16),
     ],
 )
 def test_every_tile(tokens, hidden, dtype):

@@ -1,17 +1,15 @@
 """Compressors and indexer at the model's shapes: what is timed, and what must compile."""
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from kernel_checks import CompileCase
-from kernel_timings import Call
+from kernel_timings import Call, providers
 from sglang_dsv4.attention import kernels_triton_compress, kernels_triton_index
 from sglang_dsv4.attention.cache import PAGE, RING
 from sglang_dsv4.attention.metadata import Batch, EntryTable, Metadata, build
-from sglang_dsv4.backends import PROVIDERS, Machine
 
 WIDTH, INDEX_WIDTH, HEADS = 512, 128, 64
 DECODES = (1, 8, 32, 128)
@@ -29,16 +27,16 @@ def cases() -> Cases:
     for requests, new in [*((count, 1) for count in DECODES), *((1, count) for count in PREFILLS)]:
         tokens = requests * new
         shape = f"prefill {new}" if new > 1 else f"decode {requests}"
-        for name, op in _providers("compress_csa").items():
+        for name, op in providers("compress_csa").items():
             for kind, width in (("main", WIDTH), ("index", INDEX_WIDTH)):
                 read, written = 4 * width, 4 * width * min(requests, tokens)
                 moved = 4 * (tokens * read + written) + tokens // 4 * width * 2
                 setup = _csa_setup(op, requests, new, width)
                 found[f"compress_csa {name}, {kind}, {shape}"] = (setup, moved)
-        for name, op in _providers("compress_hca").items():
+        for name, op in providers("compress_hca").items():
             moved = 4 * WIDTH * (2 * tokens + min(tokens, 128) + 6 * requests)
             found[f"compress_hca {name}, {shape}"] = (_hca_setup(op, requests, new), moved)
-        for name, op in _providers("index_query").items():
+        for name, op in providers("index_query").items():
             moved = 2 * tokens * HEADS * INDEX_WIDTH * 2
             found[f"index_query {name}, {shape}"] = (_query_setup(op, tokens), moved)
     for context, entries in CONTEXTS.items():
@@ -51,22 +49,13 @@ def cases() -> Cases:
 def _select_cases(context: str, entries: int, requests: int, top_k: int) -> Cases:
     """Decode with the table as wide as its longest context, and with one of 128k."""
     found: Cases = {}
-    for name, op in _providers("select_entries").items():
+    for name, op in providers("select_entries").items():
         for width in sorted({entries, CONTEXTS["128k"]}):
             setup = _select_setup(op, requests, entries, width, top_k)
             case = f"select_entries {name}, context {context}, width {width}, k {top_k}"
             moved = requests * entries * INDEX_WIDTH * 2
             found[f"{case}, decode {requests}"] = (setup, moved)
     return found
-
-
-def _providers(op: str) -> dict[str, Any]:
-    machine = Machine.probe()
-    return {
-        provider.name: getattr(importlib.import_module(provider.module), op)
-        for provider in PROVIDERS[op]
-        if provider.refuses(machine) is None and provider.name != "reference"
-    }
 
 
 def _randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -187,15 +176,20 @@ def compile_cases() -> list[CompileCase]:
     compress, index = kernels_triton_compress, kernels_triton_index
     csa, hca = compress._compress_csa_kernel, compress._compress_hca_kernel
     return [
-        CompileCase("compress_csa", csa, _CSA, {"WIDTH": WIDTH, "FP4": False}, _warps(WIDTH)),
         CompileCase(
-            "index keys", csa, _CSA, {"WIDTH": INDEX_WIDTH, "FP4": True}, _warps(INDEX_WIDTH)
+            "compress_csa", csa, _CSA, {"WIDTH": WIDTH, "FP4": False}, _warps(WIDTH),
+            usual=(80, 90, 120),
+        ),
+        CompileCase(
+            "index keys", csa, _CSA, {"WIDTH": INDEX_WIDTH, "FP4": True}, _warps(INDEX_WIDTH),
+            usual=(89, 100),
         ),
         *(
             CompileCase(f"compress_hca, {name}", hca, _HCA, {"WIDTH": WIDTH, "ROWS": rows},
-                        _warps(WIDTH))
-            for name, rows in (
-                ("decode", compress.fold_rows(8, 8)), ("prefill", compress.fold_rows(800, 8)),
+                        _warps(WIDTH), usual=usual)
+            for name, rows, usual in (
+                ("decode", compress.fold_rows(8, 8), (89, 100)),
+                ("prefill", compress.fold_rows(800, 8), (80, 90, 120)),
             )
         ),
         CompileCase(

@@ -1,9 +1,8 @@
 """RMS norm, mHC and MoE kernels at the model's shapes: what is timed, and what must compile."""
 
-import importlib
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -12,9 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.runtime.jit import KernelInterface
 
 from kernel_checks import SHARED_MEMORY, CompileCase
-from kernel_timings import Call
+from kernel_timings import Call, providers
 from sglang_dsv4 import kernels_triton
-from sglang_dsv4.backends import PROVIDERS, Machine
 from sglang_dsv4.moe import kernels_triton as moe_kernels
 
 BF16 = torch.bfloat16
@@ -101,7 +99,7 @@ def cases() -> dict[str, tuple[Callable[[], Call], int]]:
     for tokens in TOKENS:
         for name, shape in SHAPES.items():
             for op, setup, moved in _cases_of(tokens, shape):
-                for provider, function in _providers(op).items():
+                for provider, function in providers(op).items():
                     label = f"{op} {provider}, {name}, {tokens} tokens"
                     found[label] = (_bound(function, setup), moved)
     return found
@@ -156,15 +154,6 @@ def _hashes(tokens: int, shape: Shape) -> tuple[torch.Tensor, torch.Tensor, torc
     return torch.randn(tokens, shape.experts, device="cuda"), token_ids, table
 
 
-def _providers(op: str) -> dict[str, Any]:
-    machine = Machine.probe()
-    return {
-        provider.name: getattr(importlib.import_module(provider.module), op)
-        for provider in PROVIDERS[op]
-        if provider.refuses(machine) is None and provider.name != "reference"
-    }
-
-
 def _bound(op: Any, setup: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]) -> Any:
     def prepared() -> Call:
         arguments, options = setup()
@@ -187,15 +176,15 @@ def compile_cases() -> list[CompileCase]:
         found = [
             *launched(kernels_triton.rms_norm, *norm_inputs(1, flash, "cpu"), eps=1e-6),
             *_mhc_cases(1, flash, capabilities=(80, 90, 120)),
-            *_mhc_cases(2048, flash, capabilities=(89, 90, 100)),
+            *_mhc_cases(2048, flash, capabilities=(89, 90, 100), usual=(89, 100)),
             *launched(kernels_triton.mhc_post, *post_inputs(1, flash, "cpu")),
             *launched(moe_kernels.route_scored, *gates, top_k=flash.top_k, scale=1.5),
             *launched(moe_kernels.route_hashed, gates[0], ids, table, scale=1.5),
             *launched(moe_kernels.swiglu, gate_up, limit=10.0),
-            *_expert_cases(1, flash),
-            *_expert_cases(8192, flash),
-            *_expert_cases(512, flash, capabilities=(80, 90, 120)),
-            *_expert_cases(2048, flash, capabilities=(80, 90, 120)),
+            *_expert_cases(1, flash, usual=(80, 90, 120)),
+            *_expert_cases(8192, flash, usual=(89, 100)),
+            *_expert_cases(512, flash, capabilities=(80, 90, 120), usual=()),
+            *_expert_cases(2048, flash, capabilities=(80, 90, 120), usual=()),
         ]
     unique: dict[str, CompileCase] = {}
     for case in found:
@@ -223,7 +212,11 @@ def _expert_cases(tokens: int, shape: Shape, **options: Any) -> list[CompileCase
 
 
 def launched(
-    op: Any, *args: Any, capabilities: tuple[int, ...] = tuple(SHARED_MEMORY), **options: Any
+    op: Any,
+    *args: Any,
+    capabilities: tuple[int, ...] = tuple(SHARED_MEMORY),
+    usual: tuple[int, ...] = tuple(SHARED_MEMORY),
+    **options: Any,
 ) -> list[CompileCase]:
     """The kernels that the op launches on these tensors without values, as it launches them."""
     name = f"{op.__name__}, {args[0].shape[0]} tokens"
@@ -233,7 +226,8 @@ def launched(
         def call(*values: Any, **named: Any) -> None:
             positional = (parameter for parameter in kernel.arg_names if parameter not in named)
             arguments = {**dict(zip(positional, values, strict=True)), **named}
-            found.append(_as_case(f"{name}, {kernel.__name__}", kernel, arguments, capabilities))
+            case = _as_case(f"{name}, {kernel.__name__}", kernel, arguments)
+            found.append(replace(case, capabilities=capabilities, usual=usual))
 
         return call
 
@@ -242,9 +236,7 @@ def launched(
     return found
 
 
-def _as_case(
-    name: str, kernel: Any, arguments: dict[str, Any], capabilities: tuple[int, ...]
-) -> CompileCase:
+def _as_case(name: str, kernel: Any, arguments: dict[str, Any]) -> CompileCase:
     """What Triton would specialise a launch on: dtypes, None, 1, and multiples of 16."""
     signature, constexprs, unaligned = {}, {}, []
     for parameter in kernel.params:
@@ -261,14 +253,8 @@ def _as_case(
             signature[parameter.name] = "i32" if value < 2**31 else "i64"
             if value % 16 or parameter.do_not_specialize:
                 unaligned.append(parameter.name)
-    return CompileCase(
-        name,
-        kernel,
-        signature,
-        constexprs,
-        {"unaligned": unaligned, **arguments},
-        capabilities=capabilities,
-    )
+    options = {"unaligned": unaligned, **arguments}
+    return CompileCase(name, kernel, signature, constexprs, options)
 
 
 _TYPES = {torch.float32: "fp32", BF16: "bf16", torch.int32: "i32", torch.int64: "i64"}

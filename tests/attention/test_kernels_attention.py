@@ -11,9 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kernel_checks import interpreted
 from naive_attention import EPS
-from op_checks import MACHINE, implementations, randn
+from op_checks import MACHINE, implementations, randn, thorough
 from sglang_dsv4 import backends
 from sglang_dsv4.attention import kernels_flashinfer, kernels_flashmla, kernels_triton, reference
 from sglang_dsv4.attention.kernels_triton import Tiles, attention_tiles, split_count
@@ -21,27 +20,8 @@ from sglang_dsv4.attention.metadata import EntryTable, IndexList
 from sglang_dsv4.backends import Machine
 from tolerance import assert_close
 
-OPS = ("query_norm_rope", "kv_norm_rope_store", "csa_index_list", "sparse_attention")
 FREQUENCIES = randn(32, seed=5).abs()
 SCALE = 512**-0.5
-# The reference cuts its work into blocks, which is nothing to kernels; and in BF16 kernels round
-# the weights as well, for which test_bfloat16 has a bound.
-ELSEWHERE = "150 or 65536 or (sparse_attention and equals_the_loop and dtype1)"
-
-
-# ---- in the interpreter ----
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_op_in_the_interpreter(op):
-    select = f"triton and not ({ELSEWHERE})" if op == "sparse_attention" else "triton"
-    interpreted(f"tests/attention/test_{op}.py", select=select)
-
-
-def test_this_module_in_the_interpreter():
-    interpreted("tests/attention/test_kernels_attention.py", select="", marked="kernels")
-
-
 def inputs(lengths, width, heads, dtype=torch.float32, rows=400, seed=0):
     """q, cache, lists, sinks, positions, frequencies; rows that nobody uses are NaN, and lists go
     on with them past their lengths."""
@@ -92,7 +72,9 @@ def assert_close_in_bfloat16(result, arguments, roundings):
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize(("heads", "splits"), [(3, 1), (3, 3), (33, 1), (33, 2), (65, 2)])
+@pytest.mark.parametrize(
+    ("heads", "splits"), [(3, 1), (3, 3), (33, 1), thorough(33, 2), thorough(65, 2)]
+)
 def test_bfloat16(monkeypatch, heads, splits):
     monkeypatch.setattr(kernels_triton, "split_count", lambda *_: splits)
     arguments = inputs((130, 0, 1), 130, heads, torch.bfloat16)
@@ -101,7 +83,7 @@ def test_bfloat16(monkeypatch, heads, splits):
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("splits", [1, 2, 5, 9])
+@pytest.mark.parametrize("splits", [1, 2, 5, thorough(9)])
 def test_any_number_of_splits_gives_the_same(monkeypatch, splits):
     """More than there are tiles, too: a split without rows adds nothing."""
     monkeypatch.setattr(kernels_triton, "split_count", lambda *_: splits)
@@ -236,7 +218,7 @@ class PlannedByFlashInfer:
         self._plan_info = [0] * 18
         for number, place in enumerate(self.ARRAYS.values()):
             self._plan_info[place] = number * size
-        self._int_workspace_buffer = torch.zeros(8 << 20, dtype=torch.uint8)
+        self._int_workspace_buffer = torch.zeros(8 << 20, dtype=torch.uint8, device=indices.device)
         self._kv_indices_buf = indices
         average = -(-sum(lengths) // multiprocessors)
         limits = {8: 32, 16: 64, 32: 128, 64: 192}
@@ -286,7 +268,8 @@ class Wrapper:
             rows = kv_cache[self.indices[row_start + first : row_start + last].long(), 0].double()
             logits[token].append(query[token].double() @ rows.T * self.scale)
             values[token].append(rows)
-        out, statistics = torch.empty_like(query), torch.empty(query.shape[:2])
+        out = torch.empty_like(query)
+        statistics = torch.empty(query.shape[:2], device=query.device)
         for token in range(len(query)):
             joined = torch.cat(logits[token], dim=1)
             out[token] = (joined.softmax(dim=1) @ torch.cat(values[token])).to(query.dtype)
@@ -332,7 +315,7 @@ def test_every_chunk_count_has_a_planned_length(clusters, width):
     for tokens in (1, 2, 3, 7, 8, 24, 31, 32, 64, 100, 128, 200, 256):
         chunks = kernels_flashinfer.chunk_count(tokens, width, clusters)
         length = kernels_flashinfer.planned_length(tokens, chunks, clusters)
-        planned = PlannedByFlashInfer([length] * tokens, [0] * tokens, None, clusters)
+        planned = PlannedByFlashInfer([length] * tokens, [0] * tokens, torch.empty(0), clusters)
         assert planned.count == tokens * chunks, (tokens, chunks, length)
 
 
@@ -340,10 +323,11 @@ def test_every_chunk_count_has_a_planned_length(clusters, width):
 @pytest.mark.parametrize("lengths", [(640, 1, 63), (64, 65, 0), (128, 129, 640)])
 def test_recut_spreads_each_token_evenly(flashinfer, lengths):
     width = 640
-    kernels_flashinfer.prepare(3, 8, width, scale=SCALE, device="cpu")
+    kernels_flashinfer.prepare(3, 8, width, scale=SCALE, device=MACHINE.device)
     (plan,) = kernels_flashinfer._PLANS.values()
-    rows = torch.randint(1, 99, (3, width))
-    kernels_flashinfer.recut(IndexList(rows, torch.tensor(lengths)), plan)
+    rows = torch.randint(1, 99, (3, width), device=MACHINE.device)
+    given = IndexList(rows, torch.tensor(lengths, device=MACHINE.device))
+    kernels_flashinfer.recut(given, plan)
     for token, length in enumerate(max(length, 1) for length in lengths):
         tiles = -(-length // 64)
         chunk = -(-tiles // plan.chunks) * 64
@@ -359,10 +343,10 @@ def test_recut_spreads_each_token_evenly(flashinfer, lengths):
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("heads", [3, 66])
+@pytest.mark.parametrize("heads", [3, thorough(66)])
 def test_flashinfer_seam(flashinfer, heads):
     """From plan to folded sink, twice with one plan, as a graph would replay it."""
-    kernels_flashinfer.prepare(4, heads, 130, scale=SCALE, device="cpu")
+    kernels_flashinfer.prepare(4, heads, 130, scale=SCALE, device=MACHINE.device)
     for seed, lengths in enumerate([(130, 0, 64, 1), (3, 130, 65, 129)]):
         arguments = inputs(lengths, 130, heads, torch.bfloat16, seed=seed)
         arguments[3][:3] = torch.tensor([math.inf, -math.inf, 1e30])
@@ -372,7 +356,7 @@ def test_flashinfer_seam(flashinfer, heads):
 
 @pytest.mark.kernels
 def test_shapes_that_nobody_prepared_take_the_triton_kernels(flashinfer):
-    kernels_flashinfer.prepare(2, 3, 40, scale=SCALE, device="cpu")
+    kernels_flashinfer.prepare(2, 3, 40, scale=SCALE, device=MACHINE.device)
     for lengths, width, dtype in (((40, 3, 1), 40, torch.bfloat16), ((40, 3), 40, torch.float32)):
         arguments = inputs(lengths, width, 3, dtype)
         expected = kernels_triton.sparse_attention(*arguments, scale=SCALE)
@@ -431,7 +415,7 @@ def flash_mla(monkeypatch):
         keys = IndexList(indices[:, 0].clamp(min=0).long(), lengths.long())
         for row, length in zip(indices[:, 0], lengths, strict=True):
             assert (row[:length] >= 0).all() and (row[length:] == -1).all()
-        positions = torch.zeros(len(q), dtype=torch.int64)
+        positions = torch.zeros(len(q), dtype=torch.int64, device=q.device)
         out = exact(q, kv[:, 0], keys, sink, positions, FREQUENCIES, scale)[0].to(q.dtype)
         out[lengths == 0] = math.nan
         return out, None, None

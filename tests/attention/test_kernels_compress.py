@@ -8,35 +8,14 @@ import torch
 from triton.runtime import interpreter
 
 from inprocess import Host
-from kernel_checks import interpreted
 from naive_attention import EPS, metadata, tensors_of
-from op_checks import MACHINE, implementations, randn
+from op_checks import MACHINE, implementations, randn, thorough
 from sglang_dsv4.attention import kernels_triton_compress as kernels
 from sglang_dsv4.attention import reference
 from sglang_dsv4.attention.cache import PAGE, RING
 from tolerance import assert_close
 
 FREQUENCIES = randn(32, seed=5).abs()
-# What the interpreter has time for; this module goes through rings, pages and windows.
-CSA_TESTS = "triton and not any_chunking and not rings and not prefix_hit and not triton-80"
-HCA_TESTS = (
-    "triton and not (any_chunking and not 129) and not others and not prefix_hit"
-    " and not (forgets and not 1000-70) and not triton-80 and not 10000.0-1]"
-)
-
-
-# ---- in the interpreter ----
-
-
-@pytest.mark.parametrize(("op", "select"), [("csa", CSA_TESTS), ("hca", HCA_TESTS)])
-def test_op_in_the_interpreter(op, select):
-    interpreted(f"tests/attention/test_compress_{op}.py", select=select)
-
-
-def test_this_module_in_the_interpreter():
-    interpreted("tests/attention/test_kernels_compress.py", select="", marked="kernels")
-
-
 # ---- one forward, against the reference ----
 
 Part = tuple[int, int]  # tokens of a request that were computed before, and new ones
@@ -123,8 +102,17 @@ def order(request, monkeypatch):
     return request.param
 
 
+# Left to --thorough: what takes the interpreter longest, and says little that others do not.
+LONG = {"over a whole page", "over whole windows", "rows taken much later",
+        "all rows taken at once", "equal positions side by side", "both windows old"}  # fmt: skip
+
+
+def batches(names):
+    return [thorough(name) if name in LONG else name for name in names]
+
+
 @pytest.mark.kernels
-@pytest.mark.parametrize("name", CSA_BATCHES)
+@pytest.mark.parametrize("name", batches(CSA_BATCHES))
 def test_compress_csa_in_any_order(order, name):
     arguments = case(CSA_BATCHES[name], csa=True, width=128)
     check(kernels.compress_csa, "compress_csa", arguments)
@@ -132,7 +120,7 @@ def test_compress_csa_in_any_order(order, name):
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("name", HCA_BATCHES)
+@pytest.mark.parametrize("name", batches(HCA_BATCHES))
 def test_compress_hca_in_any_order(order, name):
     arguments = case(HCA_BATCHES[name], csa=False, width=128)
     check(kernels.compress_hca, "compress_hca", arguments)
@@ -140,7 +128,7 @@ def test_compress_hca_in_any_order(order, name):
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("requests", [256, 257, 300])
+@pytest.mark.parametrize("requests", [thorough(256), 257, thorough(300)])
 def test_more_requests_than_are_looked_through_at_a_time(requests):
     parts = [(128 + number % 3, 0) for number in range(requests - 2)] + [(5, 1), (100, 30)]
     check(kernels.compress_hca, "compress_hca", case(parts, csa=False, width=64))

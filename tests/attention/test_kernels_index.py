@@ -9,33 +9,14 @@ import torch
 import triton
 import triton.language as tl
 
-from kernel_checks import interpreted
 from naive_attention import E2M1, sylvester
-from op_checks import MACHINE, implementations, randn
+from op_checks import MACHINE, implementations, randn, thorough
 from sglang_dsv4.attention import kernels_triton_index as kernels
 from sglang_dsv4.attention import reference
 from sglang_dsv4.attention.kernels_triton_index import LOWEST, WIDTH, score_splits
 from sglang_dsv4.attention.metadata import EntryTable
 
 FREQUENCIES = randn(32, seed=5).abs()
-# The reference cuts its work into blocks, which is nothing to kernels.
-SELECT_TESTS = "triton and not 300 and not 262144 and not (200 and dtype1)"
-
-
-# ---- in the interpreter ----
-
-
-@pytest.mark.parametrize(
-    ("op", "select"), [("index_query", "triton"), ("select_entries", SELECT_TESTS)]
-)
-def test_op_in_the_interpreter(op, select):
-    interpreted(f"tests/attention/test_{op}.py", select=select)
-
-
-def test_this_module_in_the_interpreter():
-    interpreted("tests/attention/test_kernels_index.py", select="", marked="kernels")
-
-
 # ---- the grid ----
 
 
@@ -157,8 +138,10 @@ def select(orders, counts, top_k, block):
 
 
 def best(orders, counts, top_k):
-    rows = [order[:count].sort(descending=True, stable=True) for order, count in
-            zip(orders, counts, strict=True)]
+    rows = [
+        order[:count].sort(descending=True, stable=True)
+        for order, count in zip(orders, counts, strict=True)
+    ]
     lists = [row.indices[:top_k].tolist() for row in rows]
     return [chosen + [-1] * (top_k - len(chosen)) for chosen in lists]
 
@@ -169,12 +152,12 @@ def best(orders, counts, top_k):
     [
         (-(2**31) + 1, 2**31 - 1, 20),
         (-2, 2, 20),
-        (-2, 2, 1),
-        (-2, 2, 64),
-        (0, 0, 20),
-        (2**31 - 4, 2**31 - 1, 16),
+        thorough(-2, 2, 1),
+        thorough(-2, 2, 64),
+        thorough(0, 0, 20),
+        thorough(2**31 - 4, 2**31 - 1, 16),
         (-(2**31), -(2**31) + 3, 16),
-        (-(2**30) - 2, -(2**30) + 2, 16),
+        thorough(-(2**30) - 2, -(2**30) + 2, 16),
     ],
 )
 def test_selection_equals_a_stable_sort(low, high, top_k):
@@ -188,7 +171,7 @@ def test_selection_equals_a_stable_sort(low, high, top_k):
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("distinct", [1, 2, 5])
+@pytest.mark.parametrize("distinct", [thorough(1), 2, thorough(5)])
 def test_the_last_place_among_equals_goes_to_the_lowest_number(distinct):
     """Ties in several blocks, of which some are chosen and some are not."""
     orders = (torch.arange(130, dtype=torch.int32) % distinct).expand(3, 130)
@@ -230,7 +213,7 @@ def inputs(visible, heads, top, *, entries=None, dtype=torch.float32, seed=0):
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("programs", [1, 9, 1000])
+@pytest.mark.parametrize("programs", [thorough(1), 9, thorough(1000)])
 def test_any_number_of_programs_gives_the_same(monkeypatch, programs):
     arguments = inputs((150, 0, 300), 5, 2)
     monkeypatch.setattr(kernels, "SCORE_PROGRAMS", programs)
@@ -239,7 +222,7 @@ def test_any_number_of_programs_gives_the_same(monkeypatch, programs):
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("buffer", [1, 400])
+@pytest.mark.parametrize("buffer", [1, thorough(400)])
 def test_any_size_of_the_buffer_gives_the_same(monkeypatch, buffer):
     arguments = inputs((150, 3, 0, 130), 3, 2)
     monkeypatch.setattr(kernels, "SCORE_BUFFER", buffer)
@@ -257,7 +240,7 @@ def test_no_more_entries_count_than_the_table_has():
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("value", [math.inf, -math.inf, 3e38])
+@pytest.mark.parametrize("value", [math.inf, thorough(-math.inf), thorough(3e38)])
 def test_infinite_scores_compare_as_the_reference_has_them(value):
     """As the largest number does, so that both tie."""
     q, weights, keys, table = inputs((140,), 1, 2)
@@ -323,8 +306,9 @@ def test_index_query_at_real_shapes(op, tokens):
 @pytest.mark.parametrize("tokens", [1, 3, 33])
 def test_select_entries_at_real_shapes(op, tokens, top_k):
     """Scores are exact, and so is their order, with thousands of ties."""
-    visible = [(511, 16384, 0, 1, 513, 2047, 2048, 2049, 8191, 1024, 1025)[i % 11]
-               for i in range(tokens)]
+    visible = [
+        (511, 16384, 0, 1, 513, 2047, 2048, 2049, 8191, 1024, 1025)[i % 11] for i in range(tokens)
+    ]
     arguments = inputs(visible, 64, 2, entries=16384, dtype=torch.bfloat16)
     result = op(*arguments, top_k=top_k)
     assert torch.equal(result, reference.select_entries(*arguments, top_k=top_k))

@@ -5,31 +5,11 @@ import math
 import pytest
 import torch
 
-from kernel_checks import interpreted
-from op_checks import MACHINE, implementations, randn
+from op_checks import MACHINE, implementations, randn, thorough
 from sglang_dsv4.moe import kernels_triton, reference
 from tolerance import assert_close
 
 LIMIT = 1.0  # low enough that the clamp bites
-# The interpreter takes a program some 10 ms, so the cases with many blocks are left to GPUs.
-SMALL = (
-    "triton and not transformers and not every_split and not all_tokens"
-    " and not 61 and not 100 and not 1024"
-    # In BF16 kernels round the activation as well, for which test_every_tile has a bound.
-    " and not (equals_the_loop and dtype1)"
-)
-
-
-# ---- in the interpreter ----
-
-
-@pytest.mark.parametrize("op", ["route_scored", "route_hashed", "swiglu", "routed_experts"])
-def test_op_in_the_interpreter(op):
-    interpreted(f"tests/moe/test_{op}.py", select=SMALL if op == "routed_experts" else "triton")
-
-
-def test_this_module_in_the_interpreter():
-    interpreted("tests/moe/test_kernels_moe.py", select="", marked="kernels")
 
 
 def inputs(experts, hidden, width, expert_count, dtype=torch.float32):
@@ -82,8 +62,8 @@ def test_choice_among_negative_infinite_and_nan_scores():
 
 
 # One of each kind of tile: tokens, choices, experts, rows of the tile, pairs that are scanned.
-TILES = [(3, 2, 9, 16, 256), (3, 2, 9, 16, 0), (40, 2, 4, 32, 0), (100, 2, 4, 64, 0),
-         (200, 2, 3, 128, 0)]  # fmt: skip
+TILES = [(3, 2, 9, 16, 256), (3, 2, 9, 16, 0), (40, 2, 4, 32, 0), thorough(100, 2, 4, 64, 0),
+         thorough(200, 2, 3, 128, 0)]  # fmt: skip
 
 
 @pytest.mark.kernels
@@ -100,7 +80,7 @@ def test_every_tile(monkeypatch, tokens, top_k, expert_count, rows, scanned):
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("first", [0, 1, 15, 16, 17, 31, 32, 33, 40])
+@pytest.mark.parametrize("first", [*map(thorough, (0, 1, 15, 17, 31, 32, 40)), 16, 33])
 def test_scanned_blocks_equal_sorted_blocks(monkeypatch, first):
     """Two experts of three, whose blocks begin and end anywhere; each must be found once."""
     experts = torch.full((40, 1), 2)
