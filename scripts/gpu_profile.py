@@ -4,13 +4,14 @@ A model of one kind of layer at Flash's widths, less the same model with one lay
 layer: so its launches need no markers. Metadata, embedding, collapse and head are the rest.
 """
 
-from collections import Counter
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from gpu_acceptance import Run
+from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from sglang_dsv4.backends import Machine, choose
@@ -80,7 +81,7 @@ def profile_part(run: Run) -> dict[str, Any]:
 def counted(run: Run, ratios: list[int], hashed: int, batch: int) -> Counted:
     """Of one decode step of a model with these layers, averaged over STEPS replays or runs."""
     step = made_step(run, ratios, hashed, batch)
-    replay = step.run
+    replay: Callable[[], Any] = step.run
     if run.on_gpu:
         from sglang_dsv4.graph_safety_step import capture
 
@@ -93,10 +94,10 @@ def counted(run: Run, ratios: list[int], hashed: int, batch: int) -> Counted:
             replay()
         if run.on_gpu:
             torch.cuda.synchronize()
-    launches: Counter[str] = Counter()
-    time: Counter[str] = Counter()
+    launches: defaultdict[str, float] = defaultdict(float)
+    time: defaultdict[str, float] = defaultdict(float)
     for event in profiled.events():
-        on_device = event.device_type is torch.autograd.DeviceType.CUDA
+        on_device = event.device_type is DeviceType.CUDA
         if on_device == run.on_gpu and event.name != "steps":
             launches[event.name] += 1 / steps
             time[event.name] += (

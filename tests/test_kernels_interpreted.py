@@ -80,8 +80,8 @@ SELECTIONS = (
     Selection("moe/test_swiglu.py", select="triton and not dtype0"),
     Selection(
         "moe/test_routed_experts.py",
-        select="triton and (equals_the_loop and not 61 and not 1024 and not 300 and not 256 and not 8-8"
-        " or chosen_twice or stays and not 100)",
+        select="triton and (equals_the_loop and not 61 and not 1024 and not 300 and not 256"
+        " and not 8-8 or chosen_twice or stays and not 100)",
         thorough="triton and not transformers and not every_split and not all_tokens"
         " and not 61 and not 100 and not 1024",
     ),

@@ -199,9 +199,12 @@ def compile_cases() -> list[CompileCase]:
         CompileCase(
             "scores", index._score_kernel, _SCORE, {"HEADS": HEADS}, index.score_options(2)
         ),
-        CompileCase(
-            "top 512", index._select_kernel, _SELECT,
-            {"BLOCK": index.SELECT_BLOCK, "CHOSEN": 512}, index.SELECT_OPTIONS,
+        *(
+            CompileCase(
+                f"top {chosen}", index._select_kernel, _SELECT,
+                {"BLOCK": index.SELECT_BLOCK, "CHOSEN": chosen}, index.SELECT_OPTIONS, usual=usual,
+            )
+            for chosen, usual in ((512, (80, 90, 120)), (64, (89, 100)))
         ),
     ]  # fmt: skip
 

@@ -188,7 +188,13 @@ def compile_cases() -> list[CompileCase]:
         ]
     unique: dict[str, CompileCase] = {}
     for case in found:
-        unique.setdefault(repr((case.kernel.__name__, case.signature, case.constexprs)), case)
+        key = repr((case.kernel.__name__, case.signature, case.constexprs))
+        same = unique.get(key, case)
+        unique[key] = replace(
+            same,
+            capabilities=sorted({*same.capabilities, *case.capabilities}),
+            usual=sorted({*same.usual, *case.usual}),
+        )
     return list(unique.values())
 
 
