@@ -3,7 +3,8 @@
 from typing import Any
 
 from sglang_dsv4 import host
-from sglang_dsv4.attention.metadata import Metadata, build
+from sglang_dsv4.attention.metadata import Metadata, build, list_width
+from sglang_dsv4.backends import prepare_attention
 
 
 class DSV4Backend(host.AttentionBackend):
@@ -23,9 +24,38 @@ class DSV4Backend(host.AttentionBackend):
         self.caches = host.layer_caches(runner.token_to_kv_pool)
         self.window = int(runner.model_config.window_size)
         self.metadata: Metadata | None = None
+        self.ops, self.attention = runner.model.ops, runner.model.model.layers[0].attn
+        config, context = runner.model.config, self.req_to_token_pool.req_to_token.shape[1]
+        self.widths = sorted(
+            {
+                list_width(kind, window=self.window, top_k=config.index_topk, max_len=context)
+                for kind in config.layer_kinds
+            }
+        )
+        self.prepared: set[int] = set()
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Nothing to keep: the tensors of a captured step live in its graph's own memory."""
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Called by the host before each capture, each replay and each eager forward.
+
+        A decode of a new size is announced to the provider of attention, which may have to plan it
+        on the host; a replay's size was announced before its capture.
+        """
+        tokens = forward_batch.positions.shape[0]
+        if not forward_batch.forward_mode.is_decode_or_idle() or tokens in {0, *self.prepared}:
+            return
+        for width in self.widths:
+            prepare_attention(
+                self.ops,
+                tokens=tokens,
+                heads=self.attention.heads,
+                width=width,
+                scale=self.attention.scale,
+                device=str(self.caches[0].kv.device),
+            )
+        self.prepared.add(tokens)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """Called by the host before the layers: in each eager forward, and within each capture."""

@@ -151,6 +151,15 @@ def build(batch: Batch, *, window: int, window_rows: int) -> Metadata:
     )
 
 
+def list_width(kind: LayerKind, *, window: int, top_k: int, max_len: int) -> int:
+    """K of the index lists that layers of a kind attend to; window, max_len as in `build`.
+
+    top_k: entries that the indexer selects.
+    """
+    entries = {LayerKind.SWA: 0, LayerKind.CSA: top_k, LayerKind.HCA: max_len // HCA}
+    return window + entries[kind]
+
+
 def entry_rows(
     page_table: torch.Tensor, request: torch.Tensor, entry: torch.Tensor, ratio: int
 ) -> torch.Tensor:

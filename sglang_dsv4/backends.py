@@ -1,8 +1,10 @@
 """The one place that asks about hardware and chooses a provider for every op."""
 
 import importlib
+import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from functools import cache
 from types import MappingProxyType
 from typing import Any
 
@@ -30,6 +32,13 @@ class Machine:
         return cls(device, "CPU", None)
 
 
+@cache
+def compute_capability() -> int:
+    """Of this process's GPU, as 90 for 9.0; 0 without one. Kernels choose their tiles by it."""
+    major, minor = Machine.probe().capability or (0, 0)
+    return 10 * major + minor
+
+
 @dataclass(frozen=True)
 class Provider:
     """An implementation of ops: a module, and a test that says why a machine cannot run it."""
@@ -43,13 +52,57 @@ def _runs_anywhere(machine: Machine) -> str | None:
     return None
 
 
+def _needs_triton(machine: Machine) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if machine.capability is None:
+        interpreting = importlib.import_module("triton").knobs.runtime.interpret
+        return None if interpreting else "needs a GPU (or TRITON_INTERPRET=1, for tests)"
+    return _below(machine, (8, 0))
+
+
+def _below(machine: Machine, needed: tuple[int, int]) -> str | None:
+    """Why the capability is not enough, or None."""
+    found = machine.capability
+    if found is not None and found >= needed:
+        return None
+    least = ".".join(map(str, needed))
+    return f"needs a GPU of compute capability {least}, this is {found}"
+
+
+def _needs_flashmla(machine: Machine) -> str | None:
+    if importlib.util.find_spec("flash_mla") is None:
+        return "sgl-flash-mla is not installed"
+    if machine.capability is None or machine.capability[0] != 9:
+        return f"needs a GPU of compute capability 9.0, this is {machine.capability}"
+    return _needs_triton(machine)
+
+
+def _needs_flashinfer(machine: Machine) -> str | None:
+    if importlib.util.find_spec("flashinfer") is None:
+        return "flashinfer-python is not installed"
+    return _below(machine, (8, 0)) or _needs_triton(machine)
+
+
 def _reference(package: str) -> Provider:
     return Provider("reference", f"{package}.reference", _runs_anywhere)
 
 
-_MODEL = (_reference("sglang_dsv4"),)
-_ATTENTION = (_reference("sglang_dsv4.attention"),)
-_MOE = (_reference("sglang_dsv4.moe"),)
+def _triton(module: str) -> Provider:
+    return Provider("triton", module, _needs_triton)
+
+
+_MODEL = (_triton("sglang_dsv4.kernels_triton"), _reference("sglang_dsv4"))
+_ATTENTION = (_triton("sglang_dsv4.attention.kernels_triton"), _reference("sglang_dsv4.attention"))
+_COMPRESS = (_triton("sglang_dsv4.attention.kernels_triton_compress"), _ATTENTION[-1])
+_INDEX = (_triton("sglang_dsv4.attention.kernels_triton_index"), _ATTENTION[-1])
+_SPARSE_ATTENTION = (
+    Provider("flashmla", "sglang_dsv4.attention.kernels_flashmla", _needs_flashmla),
+    _ATTENTION[0],
+    Provider("flashinfer", "sglang_dsv4.attention.kernels_flashinfer", _needs_flashinfer),
+    _ATTENTION[-1],
+)
+_MOE = (_triton("sglang_dsv4.moe.kernels_triton"), _reference("sglang_dsv4.moe"))
 
 # op -> providers, best first
 PROVIDERS: Mapping[str, tuple[Provider, ...]] = MappingProxyType(
@@ -60,12 +113,12 @@ PROVIDERS: Mapping[str, tuple[Provider, ...]] = MappingProxyType(
         "mhc_head": _MODEL,
         "query_norm_rope": _ATTENTION,
         "kv_norm_rope_store": _ATTENTION,
-        "compress_csa": _ATTENTION,
-        "compress_hca": _ATTENTION,
-        "index_query": _ATTENTION,
-        "select_entries": _ATTENTION,
+        "compress_csa": _COMPRESS,
+        "compress_hca": _COMPRESS,
+        "index_query": _INDEX,
+        "select_entries": _INDEX,
         "csa_index_list": _ATTENTION,
-        "sparse_attention": _ATTENTION,
+        "sparse_attention": _SPARSE_ATTENTION,
         "route_scored": _MOE,
         "route_hashed": _MOE,
         "routed_experts": _MOE,
@@ -122,6 +175,19 @@ def choose(machine: Machine, named: str = "") -> Ops:
     return Ops(**functions, machine=machine, providers=names)
 
 
+def prepare_attention(
+    ops: Ops, *, tokens: int, heads: int, width: int, scale: float, device: str
+) -> None:
+    """Tell the provider of sparse_attention a shape before it is captured in a graph.
+
+    tokens: of the step, padding included; heads: of this rank; width: K of its index lists. Most
+    providers need nothing; one that plans on the host does it here, and never inside a graph.
+    """
+    module = importlib.import_module(ops.sparse_attention.__module__)
+    if hasattr(module, "prepare"):
+        module.prepare(tokens, heads, width, scale=scale, device=device)
+
+
 def parse(named: str) -> dict[str, str]:
     """Reads "op=provider,..." into op -> provider name; raises SettingsError for unknown names."""
     known = {op: tuple(provider.name for provider in PROVIDERS[op]) for op in PROVIDERS}
@@ -135,13 +201,18 @@ def _pick(op: str, machine: Machine, name: str | None) -> Provider:
         return _named(op, machine, name)
     reasons = []
     for provider in providers:
-        reason = provider.refuses(machine)
-        if reason is None and provider.name == "reference" and machine.device != "cpu":
-            reason = f"runs only where it is named: SGLANG_DSV4_OPS={op}=reference"
+        reason = _not_by_default(op, machine, provider) or provider.refuses(machine)
         if reason is None:
             return provider
         reasons.append(f"{provider.name}: {reason}")
     raise RuntimeError(f"no provider of {op} for {machine.name}: " + "; ".join(reasons))
+
+
+def _not_by_default(op: str, machine: Machine, provider: Provider) -> str | None:
+    """A GPU takes kernels and a CPU the reference, even where an interpreter could run kernels."""
+    if (provider.name == "reference") == (machine.device == "cpu"):
+        return None
+    return f"runs only where it is named: SGLANG_DSV4_OPS={op}={provider.name}"
 
 
 def _named(op: str, machine: Machine, name: str) -> Provider:

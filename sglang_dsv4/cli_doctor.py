@@ -99,6 +99,7 @@ def check_all(checkpoint: Path | None, ranks: int = 1) -> list[Row]:
         ("plugin", check_plugin),
         ("ops", check_ops),
         ("precision", check_precision),
+        ("kernel caches", check_kernel_caches),
     ]
     if checkpoint is not None:
         checks += [
@@ -216,6 +217,13 @@ def check_precision() -> list[Row]:
         value, default = getattr(chosen, name), component.values[0]
         rows.append(Row(f"precision {name}", "ok", value, "" if value == default else default))
     return rows
+
+
+def check_kernel_caches() -> list[Row]:
+    """Whether a server will have to compile while it starts; see `sglang-dsv4 warm`."""
+    from sglang_dsv4.warmup import caches_row
+
+    return [Row(*caches_row())]
 
 
 def render(rows: list[Row]) -> str:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from sglang_dsv4.graph_safety import Report
 
 CHECK_FAILED = 1
+MOST_REQUESTS = 256  # each has a cache of 1,024 tokens
 
 _DESCRIPTION = """\
 Proves that a decode step makes the host wait for nothing, decides nothing on the host by a value
@@ -21,7 +22,7 @@ model of ours with every kind of layer is run; nothing has to be downloaded.
   dispatch  the operators that the step runs on the CPU: at different lengths they must be the
             same, and on tensors without values they must still run
   device    on a GPU: the step where every host sync is an error, its capture, and 300 replays that
-            equal the step run eagerly, bit for bit
+            equal the step run eagerly, bit for bit; in BF16 and in fp32, for each --batch
 
 Prints what was covered, what is allowed and why, and each finding with file, line, rule and fix.
 Exit code 1 if there is a finding. SGLANG_DSV4_OPS names the providers that a GPU runs.
@@ -31,6 +32,7 @@ examples:
   sglang-dsv4 graph-check                 all that this machine can check
   sglang-dsv4 graph-check --static-only   the source alone
   sglang-dsv4 graph-check --device cpu    without the capture, also where there is a GPU
+  sglang-dsv4 graph-check --batch 1 3 8 64
   sglang-dsv4 graph-check --json | python -m json.tool
 """
 
@@ -50,7 +52,22 @@ def add_parser(
         "--device", choices=("cpu", "cuda"), help="where to check (default: what there is)"
     )
     parser.add_argument("--static-only", action="store_true", help="check the source alone")
+    parser.add_argument(
+        "--batch",
+        type=batch_size,
+        nargs="+",
+        default=[4],
+        metavar="N",
+        help="batch sizes to capture on a GPU, 1 to 256 (default: 4)",
+    )
     return parser
+
+
+def batch_size(text: str) -> int:
+    """A positive integer that the small model's cache has room for."""
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= MOST_REQUESTS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {MOST_REQUESTS}")
+    return int(text)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -69,6 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
         machine,
         named=Settings.read().ops,
         static_only=arguments.static_only,
+        batches=arguments.batch,
     )
     print(json.dumps(as_json(report)) if arguments.json else render(report))
     return CHECK_FAILED if report.findings else 0

@@ -177,15 +177,13 @@ def write_checkpoint(
     shards = _shards(entries, shard_bytes, element_size)
     total = sum(entry.bytes(element_size) for entry in entries)
     _prepare_folder(out, total, force)
-    _write_tokenizer(out, config)
     files = _write_shards(out, shards, total, dtype, seed, show_progress)
-    sampling = {"do_sample": True, "temperature": 1.0, "top_p": 1.0}
-    ids = {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id}
-    _write_json(out / "generation_config.json", ids | sampling)
     if recipe.modelopt is not None:
         _write_json(out / "hf_quant_config.json", dict(recipe.modelopt))
-    said = _hf_config(out, raw) if names == "hf" else raw
-    _write_json(out / "config.json", said | dict(recipe.config))
+    write_config(out, raw)
+    if names == "hf" or recipe.config:
+        said = _hf_config(out, raw) if names == "hf" else raw
+        _write_json(out / "config.json", said | dict(recipe.config))
     return {
         "path": str(out),
         "preset": preset,
@@ -198,6 +196,17 @@ def write_checkpoint(
         "bytes": total,
         "files": files,
     }
+
+
+def write_config(out: Path, raw: dict[str, Any]) -> None:
+    """Everything but weights: what a server with --load-format dummy needs. config.json is last."""
+    config = DSV4Config.from_dict(raw)
+    out.mkdir(parents=True, exist_ok=True)
+    _write_tokenizer(out, config)
+    sampling = {"do_sample": True, "temperature": 1.0, "top_p": 1.0}
+    ids = {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id}
+    _write_json(out / "generation_config.json", ids | sampling)
+    _write_json(out / "config.json", raw)
 
 
 def shipped_config(preset: str, dtype: str) -> dict[str, Any]:

@@ -7,36 +7,19 @@ run eagerly, bit for bit (device). `graph_safety_rules` says what is forbidden a
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
 
-import torch
-
-from sglang_dsv4.backends import PROVIDERS, Machine, Ops, choose, parse
+from sglang_dsv4.backends import PROVIDERS, Machine, choose
 from sglang_dsv4.config import DSV4Config
+from sglang_dsv4.graph_safety_device import BATCHES, check_device
 from sglang_dsv4.graph_safety_kinds import Kind
 from sglang_dsv4.graph_safety_rules import Allowed, Finding, apply_allowed
 from sglang_dsv4.graph_safety_static import Observed, Source
 from sglang_dsv4.graph_safety_static import check as check_function
-from sglang_dsv4.graph_safety_step import (
-    DecodeStep,
-    HostSync,
-    caches,
-    capture,
-    decode_batch,
-    small_lm,
-)
-from sglang_dsv4.graph_safety_trace import (
-    Sources,
-    Trace,
-    Watch,
-    compare,
-    error_frames,
-    message,
-    trace,
-    watch,
-)
+from sglang_dsv4.graph_safety_step import DecodeStep, decode_batch, described, make_step
+from sglang_dsv4.graph_safety_trace import Sources, Trace, Watch, compare, trace, watch
 
 # Our packages, and how reports call their folders: as in the repository, wherever they lie.
 PACKAGES = {
@@ -58,7 +41,10 @@ ALLOWED: tuple[Allowed, ...] = (
 
 # Captured, but not reached by the step that is run here, since it needs SGLang around it. What is
 # called *_in_graph, SGLang's name for metadata that is built during the capture, is added.
-IN_GRAPH = ("sglang_dsv4.served.deepseek_v4:DeepseekV4ForCausalLM.forward",)
+IN_GRAPH = (
+    "sglang_dsv4.served.deepseek_v4:DeepseekV4ForCausalLM.forward",
+    "sglang_dsv4.attention.kernels_flashinfer:FlashInferPlan.run",  # through what it planned
+)
 
 # Host code of ours around the graph: it may do what a step may not.
 OUTSIDE: Mapping[str, str] = {
@@ -76,8 +62,6 @@ LENGTHS: tuple[tuple[int | None, ...], ...] = (
     (3, 127, 255, 1023, None),
     (None, None, None, None, None),
 )
-STARTS = (1, 120, 250, None)  # of the device check, which runs on past 4, 128 and 256
-STEPS = 300
 
 
 @dataclass(frozen=True)
@@ -160,12 +144,17 @@ def _folder(package: str) -> Path:
 
 
 def check(
-    config: DSV4Config, machine: Machine, *, named: str = "", static_only: bool = False
+    config: DSV4Config,
+    machine: Machine,
+    *,
+    named: str = "",
+    static_only: bool = False,
+    batches: Sequence[int] = BATCHES,
 ) -> Report:
     """Run every check that the machine can.
 
     config: of a model small enough for a CPU, with every kind of layer. named: providers to use on
-    a GPU, as `backends.choose` reads them.
+    a GPU, as `backends.choose` reads them. batches: sizes that are captured there.
     """
     package = Package()
     step = make_step(config, choose(Machine("cpu", "CPU", None)), LENGTHS[0], "cpu")
@@ -176,13 +165,14 @@ def check(
     lines = sum(item.lines for item in checked)
     checks = [_outcome("static", found, f"{len(checked)} functions, {lines} lines")]
     skipped = "only the source was asked for" if static_only else ""
-    for name, run in (("dispatch", check_dispatch), ("device", check_device)):
+    on_device = partial(check_device, named=named, batches=batches)
+    for name, run in (("dispatch", check_dispatch), ("device", on_device)):
         if not skipped and name == "device" and machine.device != "cuda":
             skipped = "a capture needs a CUDA GPU: none found, or --device cpu"
         if skipped:
             checks.append(Check(name, "skipped", skipped))
             continue
-        findings, detail = run(config, machine, package.sources, named)
+        findings, detail = run(config, machine, package.sources)
         checks.append(_outcome(name, findings, detail))
         found += findings
     left, allowed = apply_allowed(found, ALLOWED, "sglang_dsv4/graph_safety.py")
@@ -192,15 +182,6 @@ def check(
 def _outcome(name: str, findings: Sequence[Finding], detail: str) -> Check:
     count = sum(not any(entry.covers(finding) for entry in ALLOWED) for finding in findings)
     return Check(name, "failed" if count else "ok", f"{detail}; {count} findings")
-
-
-def make_step(
-    config: DSV4Config, ops: Ops, lengths: Sequence[int | None], device: str
-) -> DecodeStep:
-    """A decode step of a small model of this config, ready to run at these lengths."""
-    made = caches(config, len(lengths), device)
-    lm = small_lm(config, ops, device)
-    return DecodeStep(lm, config.sliding_window, made, decode_batch(lengths), device)
 
 
 # ---- static ----
@@ -296,7 +277,7 @@ def check_tables(package: Package, seen: Trace) -> list[Finding]:
 
 
 def check_dispatch(
-    config: DSV4Config, machine: Machine, sources: Sources, named: str
+    config: DSV4Config, machine: Machine, sources: Sources
 ) -> tuple[list[Finding], str]:
     """Run the step on the CPU with each of LENGTHS and once without any values at all."""
     ops = choose(Machine("cpu", "CPU", None))
@@ -329,63 +310,3 @@ def watch_steps(
 def _token_ids(lengths: Sequence[int | None]) -> list[int]:
     """Other tokens for other lengths, so that a decision on a token shows as well."""
     return [7 * row + (length or 0) % 31 for row, length in enumerate(lengths)]
-
-
-def described(lengths: Sequence[int | None]) -> str:
-    """`1 120 -` for two requests and a padding row."""
-    return " ".join("-" if length is None else str(length) for length in lengths)
-
-
-# ---- device ----
-
-
-def check_device(
-    config: DSV4Config, machine: Machine, sources: Sources, named: str
-) -> tuple[list[Finding], str]:
-    """Capture the step with padding only, then replay it against the same step run eagerly."""
-    ops = choose(machine, provider_names(machine, named))
-    captured, eager = (make_step(config, ops, STARTS, "cuda") for _ in range(2))
-    used = ", ".join(f"{op}={name}" for op, name in ops.providers.items())
-    padding = [None] * len(STARTS)
-    captured.fill([0] * len(STARTS), decode_batch(padding))
-    try:
-        graph, logits = capture(captured)
-    except HostSync as error:
-        cause = error.__cause__ or error
-        file, line, function = sources.innermost(error_frames(cause)) or ("", 0, "")
-        finding = Finding(file, line, "synchronize", "device", function, message(cause))
-        return [finding], f"not captured ({used})"
-    generator = torch.Generator().manual_seed(1)
-    for number in range(STEPS):
-        lengths = [None if start is None else start + number for start in STARTS]
-        ids = torch.randint(config.vocab_size, (len(STARTS),), generator=generator).tolist()
-        for step in (captured, eager):
-            step.fill(ids, decode_batch(lengths))
-        graph.replay()
-        if fault := difference(logits, eager.run(), lengths):
-            return [Finding("", 0, "replay", "device", "", fault)], used
-    return [], f"{STEPS} replays equal eager bit for bit on {machine.name} ({used})"
-
-
-def difference(
-    found: torch.Tensor, wanted: torch.Tensor, lengths: Sequence[int | None]
-) -> str | None:
-    """How logits [rows, V] of a replay differ from those of the eager step; padding rows may."""
-    rows = [row for row, length in enumerate(lengths) if length is not None]
-    if not wanted[rows].isfinite().all():
-        return f"the eager step's logits are not finite at lengths {described(lengths)}"
-    if torch.equal(found[rows], wanted[rows]):
-        return None
-    return f"logits differ at lengths {described(lengths)}"
-
-
-def provider_names(machine: Machine, named: str) -> str:
-    """`named`, and the reference by name for every op that has nothing else on this machine."""
-    requested = parse(named)
-    missing = [
-        f"{op}=reference"
-        for op, providers in PROVIDERS.items()
-        if not {op, "all"} & set(requested)
-        and all(one.name == "reference" or one.refuses(machine) for one in providers)
-    ]
-    return ",".join(filter(None, [named, *missing]))

@@ -10,8 +10,8 @@ from torch.nn import functional
 
 from sglang_dsv4 import precision, tiny_weights, weights
 from sglang_dsv4.attention.cache import PAGE, LayerCache, allocate
-from sglang_dsv4.attention.metadata import Batch, Metadata, build
-from sglang_dsv4.backends import Ops
+from sglang_dsv4.attention.metadata import Batch, Metadata, build, list_width
+from sglang_dsv4.backends import Ops, prepare_attention
 from sglang_dsv4.config import DSV4Config
 from sglang_dsv4.model import Model
 from sglang_dsv4.parallel import Parallel
@@ -40,9 +40,12 @@ class SmallLM(nn.Module):
         return functional.linear(hidden.float(), self.head.weight.float())
 
 
-def small_lm(config: DSV4Config, ops: Ops, device: str) -> SmallLM:
-    """The model with random weights in fp32, or with no values at all on "meta"."""
+def small_lm(config: DSV4Config, ops: Ops, device: str, dtype: torch.dtype) -> SmallLM:
+    """The model with random weights, or with no values at all on "meta"."""
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
     lm = SmallLM(config, ops, precision.parse(""), Parallel())
+    torch.set_default_dtype(previous)
     if device == "meta":
         return lm.to(device)
     drawn = (
@@ -53,7 +56,9 @@ def small_lm(config: DSV4Config, ops: Ops, device: str) -> SmallLM:
     return lm.to(device)
 
 
-def caches(config: DSV4Config, requests: int, device: str) -> tuple[LayerCache, ...]:
+def caches(
+    config: DSV4Config, requests: int, device: str, dtype: torch.dtype
+) -> tuple[LayerCache, ...]:
     """Caches for `requests` requests of CONTEXT tokens, filled with positive numbers."""
     pages = 1 + requests * PAGES
     made = allocate(
@@ -61,7 +66,7 @@ def caches(config: DSV4Config, requests: int, device: str) -> tuple[LayerCache, 
         pages=pages,
         window_pages=pages,
         requests=requests + 1,
-        dtype=torch.float32,
+        dtype=dtype,
         device=device,
     )
     generator = torch.Generator().manual_seed(0)
@@ -143,6 +148,36 @@ class DecodeStep:
         meta = build(self.batch, window=self.window, window_rows=rows)
         logits: torch.Tensor = self.lm(self.ids, meta, self.caches)
         return logits
+
+
+def make_step(
+    config: DSV4Config,
+    ops: Ops,
+    lengths: Sequence[int | None],
+    device: str,
+    dtype: torch.dtype = torch.float32,
+) -> DecodeStep:
+    """A decode step of a small model of this config, ready to run at these lengths."""
+    made = caches(config, len(lengths), device, dtype)
+    lm = small_lm(config, ops, device, dtype)
+    for kind in config.layer_kinds if device == "cuda" else ():
+        width = list_width(
+            kind, window=config.sliding_window, top_k=config.index_topk, max_len=CONTEXT
+        )
+        prepare_attention(
+            ops,
+            tokens=len(lengths),
+            heads=config.num_attention_heads,
+            width=width,
+            scale=config.head_dim**-0.5,
+            device=device,
+        )
+    return DecodeStep(lm, config.sliding_window, made, decode_batch(lengths), device)
+
+
+def described(lengths: Sequence[int | None]) -> str:
+    """`1 120 -` for two requests and a padding row."""
+    return " ".join("-" if length is None else str(length) for length in lengths)
 
 
 class HostSync(RuntimeError):

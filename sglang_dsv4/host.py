@@ -7,6 +7,7 @@ scheduler, allocator and radix tree go on recognising them.
 import json
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,17 @@ def parallel() -> Parallel:
         size=get_tensor_model_parallel_world_size(),
         all_reduce=tensor_model_parallel_all_reduce,
     )
+
+
+def just_in_time() -> list[tuple[str, Callable[[], Any]]]:
+    """Host code that our path reaches and that is compiled at its first use on a GPU: what it is,
+    and a call that compiles it."""
+    from sglang.kernels.ops.attention.clamp_position import clamp_position
+
+    def positions() -> Any:
+        return clamp_position(torch.ones(1, dtype=torch.int64, device="cuda"))
+
+    return [("SGLang positions", positions)]
 
 
 def device() -> str:

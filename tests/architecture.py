@@ -47,9 +47,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("model", "convert_files"),
     (
-        *("served", "cli_make_tiny", "graph_safety_step", "convert"),
+        *("served", "cli_make_tiny", "graph_safety_step", "convert", "warmup"),
         *("inspect_plot", "doctor_checkpoint"),
     ),
+    ("graph_safety_device",),
     ("graph_safety", "ablation"),
     ("cli_*",),
     ("cli", "plugin"),
@@ -180,7 +181,12 @@ def imports_point_down(root: Path) -> list[str]:
 def why_not(module: Module, name: str) -> str | None:
     """What speaks against this import, or None."""
     if is_provider(name):
-        return None if module.short == "backends" else "only backends.py knows providers"
+        # Kernels for some shapes leave the others to kernels of their own package.
+        beside = all(
+            one.startswith(f"{name.rpartition('.')[0]}.kernels_") for one in (module.name, name)
+        )
+        known = module.short == "backends" or beside
+        return None if known else "only backends.py knows providers"
     if name == "sglang_dsv4":  # the version
         return None
     if module.short in IMPORTS_NOTHING_OF_OURS:

@@ -49,6 +49,47 @@ def poisoned_memory() -> Iterator[None]:
         yield
 
 
+def kernels_run() -> bool:
+    """Whether Triton's kernels run in this process: on a GPU, or in the interpreter."""
+    return torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers",
+        "kernels: launches Triton kernels; without a GPU, only in the session that"
+        " test_kernels_interpreted.py starts in the interpreter",
+    )
+    config.addinivalue_line(
+        "markers", "thorough: more than the interpreter has time for, unless --thorough is given"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what the interpreted session runs: it is not skipped, it runs elsewhere. What is
+    marked `thorough` runs where asked for, and on a GPU, which has the time."""
+    left_out = () if kernels_run() else ("kernels",)
+    if not (torch.cuda.is_available() or config.getoption("--thorough")):
+        left_out = (*left_out, "thorough")
+    elsewhere = [item for item in items if any(map(item.get_closest_marker, left_out))]
+    if not elsewhere:
+        return
+    config.hook.pytest_deselected(items=elsewhere)
+    items[:] = [item for item in items if item not in elsewhere]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def kernels_under_test() -> Iterator[None]:
+    """Launches on tensors without values do nothing; the interpreter computes as a GPU does."""
+    if not kernels_run():
+        yield
+        return
+    from kernel_checks import kernels_ready_for_tests
+
+    with kernels_ready_for_tests():
+        yield
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip a `gpu(capability)` test where there is no such GPU, saying what it needs."""
     marker = item.get_closest_marker("gpu")
@@ -112,3 +153,6 @@ def free_port() -> int:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Served tests can run against servers with a planted fault; see mutants.py."""
     parser.addoption("--mutant", help="plant this fault in every server")
+    parser.addoption(
+        "--thorough", action="store_true", help="all that can be interpreted, and every compilation"
+    )

@@ -36,3 +36,8 @@ def assert_stays_on_device(op: Callable[..., Any], *args: Any, **kwargs: Any) ->
     """
     with FakeTensorMode() as mode:
         op(*(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args), **kwargs)
+
+
+def thorough(*values: Any) -> Any:
+    """A parameter of pytest that the interpreter has time for with --thorough alone; GPUs have."""
+    return pytest.param(*values, marks=pytest.mark.thorough)

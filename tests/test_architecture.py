@@ -72,6 +72,39 @@ PLANTED: list[tuple[str, dict[str, str], str | None]] = [
         {"moe/layer.py": "from sglang_dsv4.moe import reference\n", "moe/reference.py": ""},
         "moe/layer.py: imports sglang_dsv4.moe.reference: only backends.py",
     ),
+    (  # not those of another package, ...
+        "imports_point_down",
+        {"moe/kernels_x.py": "from sglang_dsv4.attention import kernels_y\n",
+         "attention/kernels_y.py": ""},
+        "moe/kernels_x.py: imports sglang_dsv4.attention.kernels_y: only backends.py",
+    ),
+    (  # ... nor the reference, ...
+        "imports_point_down",
+        {"attention/kernels_x.py": "from sglang_dsv4.attention import reference\n",
+         "attention/reference.py": ""},
+        "attention/kernels_x.py: imports sglang_dsv4.attention.reference: only backends.py",
+    ),
+    (  # ... nor in a function, ...
+        "imports_point_down",
+        {"attention/backend.py": "def f():\n  import sglang_dsv4.attention.kernels_flashinfer\n"},
+        "attention/backend.py: imports sglang_dsv4.attention.kernels_flashinfer: only backends.py",
+    ),
+    (  # ... nor from where kernels are only built.
+        "imports_point_down",
+        {"sglang_dsv4/warmup.py": "from sglang_dsv4 import kernels_triton\n",
+         "sglang_dsv4/kernels_triton.py": ""},
+        "sglang_dsv4/warmup.py: imports sglang_dsv4.kernels_triton: only backends.py",
+    ),
+    (
+        "imports_point_down",
+        {
+            "attention/kernels_x.py": "from sglang_dsv4.attention.kernels_y import turn\n",
+            "attention/kernels_y.py": "from sglang_dsv4.attention.cache import PAGE\n",
+            "attention/cache.py": "",
+            "sglang_dsv4/backends.py": "from sglang_dsv4.attention import kernels_x\n",
+        },
+        None,
+    ),
     ("imports_point_down", {"sglang_dsv4/new.py": ""}, "sglang_dsv4/new.py: has no place"),
     (
         "imports_point_down",

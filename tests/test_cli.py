@@ -32,7 +32,7 @@ from sglang_dsv4.config import DSV4Config, LayerKind
 from sglang_dsv4.precision import COMPONENTS
 
 BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
-COMMANDS = ("demo", "make-tiny", "doctor", "graph-check")
+COMMANDS = ("demo", "make-tiny", "doctor", "graph-check", "warm")
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import torch
 
 from inprocess import Part, Request, Runner
 from sglang_dsv4.attention.metadata import Batch
-from sglang_dsv4.graph_safety import difference
+from sglang_dsv4.graph_safety_device import difference
 from sglang_dsv4.graph_safety_step import DecodeStep, capture, to_device
 
 STEPS = 300  # a request that starts at 1 passes 4, 128, 256

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sglang_dsv4 import graph_safety, graph_safety_step
+from sglang_dsv4 import graph_safety, graph_safety_device, graph_safety_step
 from sglang_dsv4.attention.layer import Attention
 from sglang_dsv4.backends import PROVIDERS, Machine, Provider, choose
 from sglang_dsv4.cli import main
@@ -450,27 +450,76 @@ def test_difference_ignores_padding_and_nothing_else() -> None:
     wanted = torch.arange(6.0).view(3, 2)
     found = wanted.clone()
     found[1] = float("nan")
-    assert graph_safety.difference(found, wanted, [4, None, 5]) is None
+    assert graph_safety_device.difference(found, wanted, [4, None, 5]) is None
     found[2, 1] += 1e-6
-    assert graph_safety.difference(found, wanted, [4, None, 5]) == (
+    assert graph_safety_device.difference(found, wanted, [4, None, 5]) == (
         "logits differ at lengths 4 - 5"
     )
     wanted[2, 1] = float("nan")
-    assert "not finite" in str(graph_safety.difference(wanted, wanted, [4, None, 5]))
+    assert "not finite" in str(graph_safety_device.difference(wanted, wanted, [4, None, 5]))
 
 
 def test_provider_names_add_the_reference_where_nothing_else_runs() -> None:
     gpu = Machine("cuda", "a GPU", (9, 0))
-    names = graph_safety.provider_names(gpu, "")
+    names = graph_safety_device.provider_names(gpu, "")
     assert set(choose(gpu, names).providers) == set(PROVIDERS)
-    assert graph_safety.provider_names(gpu, "all=reference") == "all=reference"
+    assert graph_safety_device.provider_names(gpu, "all=reference") == "all=reference"
+
+
+def test_requests_of_a_captured_batch_are_out_of_step() -> None:
+    """They start at other tokens, with padding among them, and none outgrows its cache."""
+    assert graph_safety_device.starts_of(1) == [1]
+    assert graph_safety_device.starts_of(6) == [1, 120, 250, None, 8, 127]
+    starts = [start for start in graph_safety_device.starts_of(256) if start is not None]
+    assert len(set(starts)) > 100
+    assert max(starts) + graph_safety_device.STEPS <= graph_safety_step.CONTEXT
+
+
+class Replayed:
+    """A graph without a GPU: a replay runs the step."""
+
+    def __init__(self, step: DecodeStep, logits: torch.Tensor, fault: float) -> None:
+        self.step, self.logits, self.fault = step, logits, fault
+
+    def replay(self) -> None:
+        self.logits.copy_(self.step.run() + self.fault)
+
+
+@pytest.mark.parametrize("fault", [0.0, 1e-3])
+def test_device_check_without_a_device(
+    config: DSV4Config, package: Package, monkeypatch: pytest.MonkeyPatch, fault: float
+) -> None:
+    """All but the capture itself, in both dtypes."""
+
+    def capture(step: DecodeStep) -> tuple[Replayed, torch.Tensor]:
+        logits = step.run()
+        return Replayed(step, logits, fault), logits
+
+    monkeypatch.setattr(graph_safety_device, "capture", capture)
+    monkeypatch.setattr(graph_safety_device, "STEPS", 2)
+    found, detail = graph_safety.check_device(config, CPU, package.sources, "", batches=(1, 5))
+    if fault:
+        assert [finding.rule for finding in found] == ["replay"]
+        assert found[0].text == "batch 1, torch.bfloat16: logits differ at lengths 1"
+    else:
+        assert found == [] and "2 replays equal eager bit for bit at batch 1 5" in detail
+
+
+@pytest.mark.parametrize("size", ["0", "257", "-1", "some"])
+def test_command_refuses_other_batch_sizes(capsys: pytest.CaptureFixture[str], size: str) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["graph-check", "--batch", size])
+    assert stop.value.code == 2
+    assert "is not a number from 1 to 256" in capsys.readouterr().err
 
 
 @pytest.mark.gpu((8, 0))
 def test_device_check_is_content(config: DSV4Config, package: Package) -> None:
-    found, detail = graph_safety.check_device(config, Machine.probe(), package.sources, "")
+    found, detail = graph_safety.check_device(
+        config, Machine.probe(), package.sources, "", batches=(1, 3, 8)
+    )
     assert found == []
-    assert "300 replays equal eager bit for bit" in detail
+    assert "300 replays equal eager bit for bit at batch 1 3 8, in bfloat16 and float32" in detail
 
 
 @pytest.mark.gpu((8, 0))

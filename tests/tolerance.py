@@ -60,3 +60,21 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, name: str = "resu
     if norms > 0:
         cosine = float((got * want).sum()) / norms
         assert 1 - cosine <= tolerance.cosine, f"{name}: cosine {cosine}"
+
+
+def assert_close_by_norm(
+    actual: torch.Tensor, expected: torch.Tensor, name: str = "result"
+) -> None:
+    """Compare with the exact value along the last dimension: |error| <= 2^-8 |expected|.
+
+    For kernels that round a factor of every term to bfloat16 before they add (attention's weights,
+    an expert's activation): a single element may be off by more than its own rounding, a vector
+    may not. Where nothing is expected, nothing may be there.
+    """
+    assert actual.shape == expected.shape, f"{name}: {actual.shape} is not {expected.shape}"
+    got, want = actual.detach().cpu().double(), expected.detach().cpu().double()
+    assert not got.isnan().any(), f"{name}: NaN"
+    if got.numel() == 0:
+        return
+    excess = (got - want).norm(dim=-1) - 2**-8 * want.norm(dim=-1)
+    assert excess.max() <= 0, f"{name}: {int((excess > 0).sum())} vectors are off by {excess.max()}"

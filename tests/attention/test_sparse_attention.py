@@ -10,7 +10,7 @@ from naive_attention import assert_stays_on_device, rope
 from op_checks import MACHINE, implementations, randn
 from sglang_dsv4.attention import reference
 from sglang_dsv4.attention.metadata import IndexList
-from tolerance import assert_close
+from tolerance import assert_close, assert_close_by_norm
 
 FREQUENCIES = randn(32, seed=5).abs()
 SCALE = 512**-0.5
@@ -84,7 +84,9 @@ def test_equals_the_loop(run, monkeypatch, dtype, lengths, keys, block_rows):
     arguments = inputs(lengths, keys, dtype=dtype)
     result = run(*arguments)
     assert result.dtype is dtype
-    assert_close(result, by_loop(*arguments))
+    # Kernels multiply BF16 rows by weights in BF16.
+    exact = dtype is torch.float32 or run.func is reference.sparse_attention
+    (assert_close if exact else assert_close_by_norm)(result, by_loop(*arguments))
 
 
 @pytest.mark.parametrize("heads", [1, 8, 64])

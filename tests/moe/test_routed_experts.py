@@ -9,7 +9,8 @@ from transformers import DeepseekV4Config
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts
 
 from op_checks import MACHINE, assert_stays_on_device, implementations, randn
-from tolerance import assert_close
+from sglang_dsv4.moe import reference
+from tolerance import assert_close, assert_close_by_norm
 
 LIMIT = 1.0  # low enough that the clamp bites in every case
 
@@ -69,7 +70,9 @@ def test_equals_the_loop(run, dtype, tokens, hidden, width, experts, top_k):
     arguments = inputs(tokens, hidden, width, experts, top_k, dtype)
     result = run(*arguments)
     assert result.dtype is torch.float32
-    assert_close(result, by_loop(*arguments))
+    # Kernels multiply BF16 weights by an activation in BF16.
+    exact = dtype is torch.float32 or run.func is reference.routed_experts
+    (assert_close if exact else assert_close_by_norm)(result, by_loop(*arguments))
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 64, 129])

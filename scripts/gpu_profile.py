@@ -1,0 +1,132 @@
+"""The part of gpu_acceptance.py that counts: launches and device time of a decode step, by layer.
+
+A model of one kind of layer at Flash's widths, less the same model with one layer fewer, is that
+layer: so its launches need no markers. Metadata, embedding, collapse and head are the rest.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from gpu_acceptance import Run
+from torch._C._autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from sglang_dsv4.backends import Machine, choose
+from sglang_dsv4.cli_make_tiny import shipped_config
+from sglang_dsv4.config import DSV4Config
+from sglang_dsv4.graph_safety_device import provider_names
+from sglang_dsv4.graph_safety_step import CONTEXT, DecodeStep, SmallLM, caches, decode_batch
+from sglang_dsv4.parallel import Parallel
+from sglang_dsv4.precision import parse
+from sglang_dsv4.settings import Settings
+
+STEPS = 20
+LENGTH = 900  # tokens of each request
+EXPERTS = 64  # of 256: enough that a token's experts are spread, and small enough for a start
+KINDS = {"SWA": 0, "CSA": 4, "HCA": 128}
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Launches of one step by kernel, and microseconds of device time by kernel."""
+
+    launches: Mapping[str, float]
+    time: Mapping[str, float]
+
+    def __sub__(self, other: "Counted") -> "Counted":
+        return Counted(
+            _less(self.launches, other.launches),
+            _less(self.time, other.time),
+        )
+
+
+def _less(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
+    names = sorted({*one, *other})
+    found = {name: one.get(name, 0) - other.get(name, 0) for name in names}
+    return {name: value for name, value in found.items() if abs(value) > 1e-6}
+
+
+def profile_part(run: Run) -> dict[str, Any]:
+    """Rows: layer kind, batch, launches, microseconds; then the kernels of each kind."""
+    table: list[list[Any]] = [["layer", "batch", "launches", "us a layer"]]
+    kernels: dict[str, Any] = {}
+    for batch in (1, 64) if run.on_gpu else (2,):
+        base = counted(run, [0], 0, batch)
+        found = {
+            "SWA, hash-routed": counted(run, [0, 0], 2, batch) - counted(run, [0], 1, batch),
+            **{
+                f"{kind}, scored": counted(run, [0, ratio], 0, batch) - base
+                for kind, ratio in KINDS.items()
+            },
+        }
+        found["all but the layers"] = base - found["SWA, scored"]
+        for name, one in found.items():
+            row = [name, batch, sum(one.launches.values()), sum(one.time.values())]
+            table.append([round(cell, 1) if isinstance(cell, float) else cell for cell in row])
+            kernels[f"{name}, batch {batch}"] = {
+                kernel: [round(count, 2), round(one.time.get(kernel, 0), 2)]
+                for kernel, count in one.launches.items()
+            }
+    listed: list[list[Any]] = []
+    for name, one in kernels.items():
+        listed.append([f"-- {name}", "", "", ""])
+        listed += [[f"   {kernel[:70]}", "", *row] for kernel, row in one.items()]
+    ok = all(row[2] > 0 for row in table[1:])
+    return {"ok": ok, "table": table + listed, "kernels": kernels}
+
+
+def counted(run: Run, ratios: list[int], hashed: int, batch: int) -> Counted:
+    """Of one decode step of a model with these layers, averaged over STEPS replays or runs."""
+    step = made_step(run, ratios, hashed, batch)
+    replay: Callable[[], Any] = step.run
+    if run.on_gpu:
+        from sglang_dsv4.graph_safety_step import capture
+
+        replay = capture(step)[0].replay
+    replay()
+    activity = ProfilerActivity.CUDA if run.on_gpu else ProfilerActivity.CPU
+    steps = STEPS if run.on_gpu else 1
+    with profile(activities=[activity]) as profiled, record_function("steps"):
+        for _ in range(steps):
+            replay()
+        if run.on_gpu:
+            torch.cuda.synchronize()
+    launches: defaultdict[str, float] = defaultdict(float)
+    time: defaultdict[str, float] = defaultdict(float)
+    for event in profiled.events():
+        on_device = event.device_type is DeviceType.CUDA
+        if on_device == run.on_gpu and event.name != "steps":
+            launches[event.name] += 1 / steps
+            time[event.name] += (
+                event.self_device_time_total if run.on_gpu else event.self_cpu_time_total
+            ) / steps
+    return Counted(launches, time)
+
+
+def made_step(run: Run, ratios: list[int], hashed: int, batch: int) -> DecodeStep:
+    """A step at Flash's widths, or on a CPU at the tiny model's, with random weights."""
+    raw = shipped_config("flash-2l" if run.on_gpu else "tiny", "bfloat16") | {
+        "num_hidden_layers": len(ratios),
+        "num_hash_layers": hashed,
+        "compress_ratios": [*ratios, 0],
+        "n_routed_experts": EXPERTS if run.on_gpu else 8,
+        "vocab_size": 1024,
+    }
+    config, device = DSV4Config.from_dict(raw), run.device
+    machine = Machine.probe(device)
+    ops = choose(machine, provider_names(machine, Settings.read().ops))
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device(device):
+        lm = SmallLM(config, ops, parse(""), Parallel())
+    torch.set_default_dtype(previous)
+    generator = torch.Generator(device).manual_seed(0)
+    for parameter in lm.parameters():
+        with torch.no_grad():
+            parameter.uniform_(-0.02, 0.02, generator=generator)
+    assert LENGTH < CONTEXT
+    made = caches(config, batch, device, torch.bfloat16)
+    return DecodeStep(lm, config.sliding_window, made, decode_batch([LENGTH] * batch), device)

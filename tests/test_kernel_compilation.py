@@ -1,0 +1,104 @@
+"""Every kernel compiles for every architecture, without spilled registers, in its shared memory.
+
+The cases are those of the timings_*.py files: kernels as they are launched at the model's shapes.
+In every run each kernel is compiled for each architecture at least once; with all its tiles:
+    python -m pytest tests/test_kernel_compilation.py --thorough
+"""
+
+import importlib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import triton
+import triton.language as tl
+
+from kernel_checks import (
+    SHARED_MEMORY,
+    CompileCase,
+    assert_compiles_without_spills,
+    assert_fits,
+    compile_for,
+)
+
+CASES: list[CompileCase] = [
+    case
+    for file in sorted(Path(__file__).parent.glob("timings_*.py"))
+    for case in importlib.import_module(file.stem).compile_cases()
+]
+
+
+@pytest.fixture(autouse=True)
+def no_cache(monkeypatch, tmp_path):
+    """Nothing is left behind, and nothing of an earlier run is found."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("case", "capability"),
+    [
+        pytest.param(
+            case,
+            capability,
+            id=f"{case.name}-sm_{capability}",
+            marks=() if capability in case.usual else pytest.mark.thorough,
+        )
+        for case in CASES
+        for capability in case.capabilities
+    ],
+)
+def test_compiles_without_spills(case: CompileCase, capability: int, record_property) -> None:
+    report = case.report(capability)
+    record_property("report", str(report))
+    print(report)
+    assert_fits(report)
+
+
+def test_every_run_compiles_each_kernel_for_each_architecture() -> None:
+    """But for FlashMLA's neighbours, which run on Hopper alone."""
+    found: dict[str, set[int]] = {}
+    for case in CASES:
+        usual = set(case.usual) & set(case.capabilities)
+        found.setdefault(case.kernel.__name__, set()).update(usual)
+    assert len(found) > 20
+    for name, capabilities in found.items():
+        hopper = name in ("_narrow_kernel", "_turn_back_kernel")
+        assert capabilities == ({90} if hopper else set(SHARED_MEMORY)), name
+
+
+@triton.jit
+def _centred_kernel(x, out, SIZE: tl.constexpr):
+    """All values are kept until their maximum is known."""
+    place = tl.arange(0, SIZE)
+    values = tl.load(x + place).to(tl.float32)
+    tl.store(out + place, values - tl.max(values, axis=0))
+
+
+SIGNATURE = {"x": "*bf16", "out": "*fp32"}
+
+
+def test_spills_are_found() -> None:
+    """One warp has registers for 8,160 values at most."""
+    with pytest.raises(AssertionError, match="bytes spilled: smaller tiles"):
+        assert_fits(compile_for(80, _centred_kernel, SIGNATURE, {"SIZE": 8192}, num_warps=1))
+
+
+def test_too_much_shared_memory_is_found() -> None:
+    report = compile_for(80, _centred_kernel, SIGNATURE, {"SIZE": 1024}, num_warps=4)
+    assert report.shared > 0
+    assert_fits(report)
+    large = replace(report, shared=SHARED_MEMORY[80] + 1)
+    with pytest.raises(AssertionError, match="at most 166912 are there"):
+        assert_fits(large)
+
+
+def test_a_signature_that_does_not_match_is_an_error() -> None:
+    with pytest.raises(AssertionError, match="differ in .*out"):
+        compile_for(80, _centred_kernel, {"x": "*bf16"}, {"SIZE": 1024})
+
+
+def test_every_architecture_is_compiled_for() -> None:
+    reports = assert_compiles_without_spills(_centred_kernel, SIGNATURE, {"SIZE": 1024})
+    assert [report.capability for report in reports] == [80, 89, 90, 100, 120]
+    for report in reports:
+        assert f"sm_{report.capability}" in report.ptx

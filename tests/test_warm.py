@@ -1,0 +1,275 @@
+"""`sglang-dsv4 warm`: which kernels it finds, what it remembers, what doctor says of it.
+
+Nothing is compiled here: that needs a GPU. What is found is compared with what a model launches.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_dsv4 import cli_warm, precision, warmup
+from sglang_dsv4.backends import PROVIDERS, Machine, Ops, choose
+from sglang_dsv4.cli import main
+from sglang_dsv4.config import DSV4Config, LayerKind
+from sglang_dsv4.parallel import Parallel
+from sglang_dsv4.warmup import Launch, Target
+
+GPU = Machine("cuda", "a GPU", (9, 0))
+
+
+def ops_by(provider: str) -> Ops:
+    """Ops by their Triton kernels but for attention's, on tensors that the CPU could hold."""
+    names = ",".join(f"{op}=triton" for op in PROVIDERS if op != "sparse_attention")
+    patched = replace(GPU, device="cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("importlib.util.find_spec", lambda name, *_: name)
+        return choose(patched, f"{names},sparse_attention={provider}")
+
+
+def target(config: DSV4Config, provider: str = "triton", **changes: Any) -> Target:
+    made = Target(
+        config=config,
+        ops=ops_by(provider),
+        precision=precision.parse(""),
+        parallel=Parallel(),
+        context=config.max_position_embeddings,
+        dtype=torch.bfloat16,
+    )
+    return replace(made, **changes)
+
+
+def names(found: Sequence[Launch]) -> set[str]:
+    return {launch.kernel.__name__ for launch in found}
+
+
+@pytest.fixture(scope="module")
+def flash() -> DSV4Config:
+    return cli_warm.chosen_config(None, "flash")
+
+
+@pytest.fixture(scope="module")
+def decode(flash: DSV4Config) -> list[Launch]:
+    return warmup.launches(target(flash), decodes=(1, 64), prefills=())
+
+
+# ---- what is found ----
+
+
+def test_every_kernel_of_a_decode_is_found(decode: list[Launch]) -> None:
+    """All of each chosen module that a decode launches; those of large batches come with these."""
+    assert {
+        *("_rms_norm_kernel", "_project_kernel", "_collapse_kernel", "_post_kernel"),
+        *("_query_norm_rope_kernel", "_kv_norm_rope_store_kernel", "_csa_index_list_kernel"),
+        *("_attention_kernel", "_merge_kernel", "_compress_csa_kernel", "_compress_hca_kernel"),
+        *("_index_query_kernel", "_score_kernel", "_select_kernel", "_route_scored_kernel"),
+        *("_route_hashed_kernel", "_swiglu_kernel", "_grouped_product_kernel"),
+        "_add_choices_kernel",
+    } <= names(decode)
+
+
+def test_large_batches_add_what_sorts_pairs(flash: DSV4Config) -> None:
+    found = names(warmup.launches(target(flash), decodes=(), prefills=(2048,)))
+    assert "_sort_pairs_kernel" in found
+
+
+def test_the_shapes_are_the_model_s(flash: DSV4Config, decode: list[Launch]) -> None:
+    """Widths, heads and numbers of experts reach the kernels as constants."""
+    (attention, *_) = (one for one in decode if one.kernel.__name__ == "_attention_kernel")
+    assert attention.options["HEADS"] == 64
+    products = [one for one in decode if one.kernel.__name__ == "_grouped_product_kernel"]
+    assert products and {one.options["EXPERTS"] for one in products} == {256}
+    shared = warmup.launches(target(flash, parallel=Parallel(size=8)), decodes=(1,), prefills=())
+    (attention, *_) = (one for one in shared if one.kernel.__name__ == "_attention_kernel")
+    assert attention.options["HEADS"] == 16  # 8 of them, padded
+
+
+def test_each_variant_is_found_once(decode: list[Launch]) -> None:
+    keys = [launch.key() for launch in decode]
+    assert len(set(keys)) == len(keys) < 60
+
+
+def test_more_batches_find_more_variants(flash: DSV4Config, decode: list[Launch]) -> None:
+    small = warmup.launches(target(flash), decodes=(1,), prefills=())
+    assert {one.key() for one in small} < {one.key() for one in decode}
+
+
+def test_flashmla_needs_no_compilation_but_its_neighbours(flash: DSV4Config) -> None:
+    """A stand-in takes its place, whether it is installed or not."""
+    found = names(warmup.launches(target(flash, "flashmla"), decodes=(32,), prefills=()))
+    assert {"_narrow_kernel", "_turn_back_kernel"} <= found
+    assert "_attention_kernel" not in found
+
+
+def test_launches_work_again_afterwards() -> None:
+    from triton.runtime.jit import KernelInterface
+
+    before, installed = KernelInterface.__getitem__, sys.modules.get("flash_mla")
+    with pytest.raises(ZeroDivisionError), warmup.recorded():
+        assert KernelInterface.__getitem__ is not before
+        _ = 1 / 0
+    assert KernelInterface.__getitem__ is before
+    assert sys.modules.get("flash_mla") is installed
+
+
+def test_one_layer_of_each_kind_stands_for_all(flash: DSV4Config) -> None:
+    many = replace(
+        flash,
+        num_hidden_layers=6,
+        layer_kinds=(LayerKind.SWA, LayerKind.SWA, *(LayerKind.CSA, LayerKind.HCA) * 2),
+        num_hash_layers=3,
+    )
+    kept = warmup.one_of_each(many)
+    assert kept.layer_kinds == (LayerKind.SWA, LayerKind.SWA, LayerKind.CSA, LayerKind.HCA)
+    assert kept.num_hash_layers == 1
+    assert warmup.one_of_each(replace(many, num_hash_layers=0)).layer_kinds == kept.layer_kinds[1:]
+
+
+# ---- what is built, and remembered ----
+
+
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    return tmp_path / "triton"
+
+
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Machine, "probe", classmethod(lambda cls, device=None: GPU))
+
+
+def test_what_was_built_is_remembered(
+    flash: DSV4Config, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_a_gpu(monkeypatch)
+    assert warmup.caches_row()[1:3] == ("warn", "cold")
+    calls: list[str] = []
+    builders = [("one", lambda: calls.append("one")), ("two", lambda: calls.append("two"))]
+    done = warmup.warm(target(flash), builders, step=calls.append)
+    assert calls == ["one", "one", "two", "two"]
+    assert (done.built, done.failed) == (2, {})
+    assert warmup.caches_row() == ("kernel caches", "ok", "warm for 1 model(s)")
+    warmup.warm(target(flash), builders, step=calls.append)
+    assert len(warmup.remembered()) == 1
+    warmup.warm(target(flash, dtype=torch.float32), builders, step=calls.append)
+    assert warmup.caches_row()[2] == "warm for 2 model(s)"
+    monkeypatch.setattr(warmup, "sources", lambda: "others")
+    assert warmup.caches_row()[2] == "cold"
+
+
+def test_a_failure_is_told_and_not_remembered(flash: DSV4Config, cache: Path) -> None:
+    def broken() -> None:
+        raise RuntimeError("no compiler\nhere")
+
+    done = warmup.warm(target(flash), [("one", broken), ("two", lambda: None)], lambda name: None)
+    assert (done.built, dict(done.failed)) == (1, {"one": "RuntimeError: no compiler"})
+    assert warmup.remembered() == {}
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{"])
+def test_a_broken_manifest_is_cold(cache: Path, content: str) -> None:
+    cache.mkdir()
+    warmup.manifest().write_text(content)
+    assert warmup.remembered() == {}
+
+
+def test_the_key_follows_what_decides_about_variants(flash: DSV4Config) -> None:
+    one = target(flash)
+    others = [
+        replace(one, parallel=Parallel(size=2)),
+        replace(one, dtype=torch.float32),
+        replace(one, context=1000),
+        replace(one, config=replace(flash, n_routed_experts=128)),
+        replace(one, ops=ops_by("reference")),
+    ]
+    assert one.key() == target(flash).key()
+    assert len({one.key(), *(other.key() for other in others)}) == 1 + len(others)
+
+
+# ---- the command ----
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA GPU")
+@pytest.mark.parametrize("named", [["--config", "flash"], ["--config", "nano"]])
+def test_a_cpu_needs_no_warming(named: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["warm", *named]) == 0
+    assert "nothing needs warming" in capsys.readouterr().out
+    assert main(["warm", *named, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "ok": True, "device": "cpu", "built": 0, "failed": {},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_command(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fails: bool
+) -> None:
+    """All but compilation, as on a GPU."""
+    on_a_gpu(monkeypatch)
+    monkeypatch.setattr("sglang_dsv4.backends.choose", lambda *_: ops_by("triton"))
+    monkeypatch.setattr(
+        warmup, "launches", lambda chosen: [Launch(SimpleNamespace(__name__="_a_kernel"), (), {})]
+    )
+    built: list[Launch] = []
+
+    def compile(launch: Launch) -> None:
+        if fails:
+            raise RuntimeError("no compiler")
+        built.append(launch)
+
+    monkeypatch.setattr(Launch, "compile", compile)
+    monkeypatch.setattr(warmup, "host_builders", lambda: [])
+    assert main(["warm", "--config", "flash", "--json"]) == (1 if fails else 0)
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["ok"] is not fails
+    assert answer["failed"] == ({"a_kernel": "RuntimeError: no compiler"} if fails else {})
+    assert len(built) == (0 if fails else 1)
+    assert main(["warm", "--config", "flash"]) == (1 if fails else 0)
+    out = capsys.readouterr().out
+    assert ("a_kernel failed: RuntimeError: no compiler" in out) is fails and "ready in" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--config", "flash", "--tp-size", "7"], "7"),
+        (["--config", "flash", "--context-length", "-1"], "1 to 1048576 tokens"),
+        (["/nowhere/at/all"], "is no folder"),
+    ],
+)
+def test_what_cannot_be_warmed_up_is_said(
+    options: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    on_a_gpu(monkeypatch)
+    monkeypatch.setattr("sglang_dsv4.backends.choose", lambda *_: ops_by("triton"))
+    assert main(["warm", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_what_the_host_compiles_is_there() -> None:
+    """By name: a call needs a GPU."""
+    names = [name for name, _ in warmup.host_builders()]
+    assert names[0] == "SGLang positions"
+
+
+@pytest.mark.gpu((8, 0))
+def test_a_second_warm_up_finds_everything(cache: Path, flash: DSV4Config) -> None:
+    """Compiled once: a server's own launches would find the same keys."""
+    chosen = replace(target(flash), ops=choose(Machine.probe(), ""))
+    found = warmup.launches(chosen, decodes=(1, 64), prefills=(1001,))
+    for launch in found:
+        launch.compile()
+    count = sum(1 for _ in cache.rglob("*.cubin"))
+    assert 0 < count <= len(found)
+    for launch in warmup.launches(chosen, decodes=(1, 64), prefills=(1001,)):
+        launch.compile()
+    assert sum(1 for _ in cache.rglob("*.cubin")) == count

@@ -1,0 +1,266 @@
+"""RMS norm, mHC and MoE kernels at the model's shapes: what is timed, and what must compile."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from triton.runtime.jit import KernelInterface
+
+from kernel_checks import SHARED_MEMORY, CompileCase
+from kernel_timings import Call, providers
+from sglang_dsv4 import kernels_triton
+from sglang_dsv4.moe import kernels_triton as moe_kernels
+
+BF16 = torch.bfloat16
+STREAMS, ROWS = 4, 24
+MHC = {"iterations": 20, "norm_eps": 1e-6, "hc_eps": 1e-6}
+VOCABULARY = 129280
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a model, or a rank's part of it, gives these ops."""
+
+    hidden: int
+    width: int
+    experts: int
+    top_k: int = 6
+
+
+SHAPES = {
+    "flash": Shape(4096, 2048, 256),
+    "flash, a rank of 8": Shape(4096, 256, 256),
+    "pro, a rank of 8": Shape(7168, 384, 384),
+}
+TOKENS = (1, 2, 8, 32, 128, 512, 2048, 8192)
+
+
+# ---- inputs ----
+
+
+def norm_inputs(tokens: int, shape: Shape, device: str = "cuda") -> tuple[torch.Tensor, ...]:
+    """x and weight of rms_norm."""
+    return _randn(tokens, shape.hidden, device=device), _randn(shape.hidden, device=device)
+
+
+def mhc_inputs(
+    tokens: int, shape: Shape, rows: int = ROWS, device: str = "cuda"
+) -> tuple[torch.Tensor, ...]:
+    """streams, fn, base and scale of mhc_pre, or with 4 rows of mhc_head."""
+    width = STREAMS * shape.hidden
+    fn = torch.randn(rows, width, device=device) / math.sqrt(width)
+    scale = torch.ones(3 if rows > STREAMS else 1, device=device)
+    streams = _randn(tokens, STREAMS, shape.hidden, device=device)
+    return streams, fn, torch.randn(rows, device=device), scale
+
+
+def post_inputs(tokens: int, shape: Shape, device: str = "cuda") -> tuple[torch.Tensor, ...]:
+    """y, streams, post and comb of mhc_post."""
+    return (
+        _randn(tokens, shape.hidden, device=device),
+        _randn(tokens, STREAMS, shape.hidden, device=device),
+        torch.rand(tokens, STREAMS, device=device),
+        torch.rand(tokens, STREAMS, STREAMS, device=device),
+    )
+
+
+def chosen_experts(tokens: int, shape: Shape) -> torch.Tensor:
+    """[tokens, k] on the CPU, the same in every run: uniform, distinct within a token."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.rand(tokens, shape.experts, generator=generator).topk(shape.top_k).indices
+
+
+def expert_inputs(tokens: int, shape: Shape, device: str = "cuda") -> tuple[torch.Tensor, ...]:
+    """x, weights, experts, w13 and w2 of routed_experts."""
+    hidden, width, experts = shape.hidden, shape.width, shape.experts
+    return (
+        _randn(tokens, hidden, device=device),
+        torch.rand(tokens, shape.top_k, device=device),
+        chosen_experts(tokens, shape).to(device),
+        _randn(experts, 2 * width, hidden, device=device) / math.sqrt(hidden),
+        _randn(experts, hidden, width, device=device) / math.sqrt(width),
+    )
+
+
+def _randn(*shape: int, device: str) -> torch.Tensor:
+    return torch.randn(*shape, dtype=BF16, device=device)
+
+
+# ---- what is timed ----
+
+
+def cases() -> dict[str, tuple[Callable[[], Call], int]]:
+    """Every op of this file by every provider that the machine can run."""
+    found = {}
+    for tokens in TOKENS:
+        for name, shape in SHAPES.items():
+            for op, setup, moved in _cases_of(tokens, shape):
+                for provider, function in providers(op).items():
+                    label = f"{op} {provider}, {name}, {tokens} tokens"
+                    found[label] = (_bound(function, setup), moved)
+    return found
+
+
+def _cases_of(
+    tokens: int, shape: Shape
+) -> Iterator[tuple[str, Callable[[], tuple[tuple[Any, ...], dict[str, Any]]], int]]:
+    """op, setup of its arguments, and the bytes that it has to move at least."""
+    states, gates = tokens * shape.hidden * 2, tokens * shape.experts * 4
+    fn = STREAMS * shape.hidden * 4
+    yield "rms_norm", lambda: (norm_inputs(tokens, shape), {"eps": 1e-6}), 2 * states
+    yield (
+        "mhc_pre",
+        lambda: (mhc_inputs(tokens, shape), MHC),
+        (STREAMS + 1) * states + ROWS * fn,
+    )
+    yield "mhc_post", lambda: (post_inputs(tokens, shape), {}), (2 * STREAMS + 1) * states
+    yield (
+        "mhc_head",
+        lambda: (mhc_inputs(tokens, shape, STREAMS), {"norm_eps": 1e-6, "hc_eps": 1e-6}),
+        (STREAMS + 1) * states + STREAMS * fn,
+    )
+    yield (
+        "route_scored",
+        lambda: (_gates(tokens, shape), {"top_k": shape.top_k, "scale": 1.5}),
+        gates,
+    )
+    yield "route_hashed", lambda: (_hashes(tokens, shape), {"scale": 1.5}), gates
+    yield (
+        "swiglu",
+        lambda: ((torch.randn(tokens, 2 * shape.width, device="cuda"),), {"limit": 10.0}),
+        tokens * 3 * shape.width * 4,
+    )
+    used = chosen_experts(tokens, shape).unique().numel()
+    weights = used * 3 * shape.width * shape.hidden * 2
+    yield (
+        "routed_experts",
+        lambda: (expert_inputs(tokens, shape), {"limit": 10.0}),
+        weights + 3 * states,
+    )
+
+
+def _gates(tokens: int, shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
+    experts = shape.experts
+    return torch.randn(tokens, experts, device="cuda"), torch.randn(experts, device="cuda")
+
+
+def _hashes(tokens: int, shape: Shape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    table = torch.randint(0, shape.experts, (VOCABULARY, shape.top_k), device="cuda")
+    token_ids = torch.randint(0, VOCABULARY, (tokens,), device="cuda")
+    return torch.randn(tokens, shape.experts, device="cuda"), token_ids, table
+
+
+def _bound(op: Any, setup: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]) -> Any:
+    def prepared() -> Call:
+        arguments, options = setup()
+        return lambda: op(*arguments, **options)
+
+    return prepared
+
+
+# ---- what must compile ----
+
+
+def compile_cases() -> list[CompileCase]:
+    """Each kernel as an op launches it on Flash's shapes; each tile for some architectures."""
+    flash = SHAPES["flash"]
+    with FakeTensorMode():
+        gates = torch.empty(1, flash.experts), torch.empty(flash.experts)
+        ids = torch.empty(1, dtype=torch.int64)
+        table = torch.empty(VOCABULARY, flash.top_k, dtype=torch.int64)
+        gate_up = torch.empty(1, 2 * flash.width)
+        found = [
+            *launched(kernels_triton.rms_norm, *norm_inputs(1, flash, "cpu"), eps=1e-6),
+            *_mhc_cases(1, flash, capabilities=(80, 90, 120)),
+            *_mhc_cases(2048, flash, capabilities=(89, 90, 100), usual=(89, 100)),
+            *launched(kernels_triton.mhc_post, *post_inputs(1, flash, "cpu")),
+            *launched(moe_kernels.route_scored, *gates, top_k=flash.top_k, scale=1.5),
+            *launched(moe_kernels.route_hashed, gates[0], ids, table, scale=1.5),
+            *launched(moe_kernels.swiglu, gate_up, limit=10.0),
+            *_expert_cases(1, flash, usual=(80, 90, 120)),
+            *_expert_cases(8192, flash, usual=(89, 100)),
+            *_expert_cases(512, flash, capabilities=(80, 90, 120), usual=()),
+            *_expert_cases(2048, flash, capabilities=(80, 90, 120), usual=()),
+        ]
+    unique: dict[str, CompileCase] = {}
+    for case in found:
+        key = repr((case.kernel.__name__, case.signature, case.constexprs))
+        same = unique.get(key, case)
+        unique[key] = replace(
+            same,
+            capabilities=sorted({*same.capabilities, *case.capabilities}),
+            usual=sorted({*same.usual, *case.usual}),
+        )
+    return list(unique.values())
+
+
+def _mhc_cases(tokens: int, shape: Shape, **options: Any) -> list[CompileCase]:
+    inputs = mhc_inputs(tokens, shape, device="cpu")
+    return launched(kernels_triton.mhc_pre, *inputs, **MHC, **options)
+
+
+def _expert_cases(tokens: int, shape: Shape, **options: Any) -> list[CompileCase]:
+    hidden, width, experts = shape.hidden, shape.width, shape.experts
+    return launched(
+        moe_kernels.routed_experts,
+        torch.empty(tokens, hidden, dtype=BF16),
+        torch.empty(tokens, shape.top_k),
+        torch.empty(tokens, shape.top_k, dtype=torch.int64),
+        torch.empty(experts, 2 * width, hidden, dtype=BF16),
+        torch.empty(experts, hidden, width, dtype=BF16),
+        limit=10.0,
+        **options,
+    )
+
+
+def launched(
+    op: Any,
+    *args: Any,
+    capabilities: tuple[int, ...] = tuple(SHARED_MEMORY),
+    usual: tuple[int, ...] = tuple(SHARED_MEMORY),
+    **options: Any,
+) -> list[CompileCase]:
+    """The kernels that the op launches on these tensors without values, as it launches them."""
+    name = f"{op.__name__}, {args[0].shape[0]} tokens"
+    found: list[CompileCase] = []
+
+    def launch(kernel: Any, grid: Any) -> Any:
+        def call(*values: Any, **named: Any) -> None:
+            positional = (parameter for parameter in kernel.arg_names if parameter not in named)
+            arguments = {**dict(zip(positional, values, strict=True)), **named}
+            case = _as_case(f"{name}, {kernel.__name__}", kernel, arguments)
+            found.append(replace(case, capabilities=capabilities, usual=usual))
+
+        return call
+
+    with mock.patch.object(KernelInterface, "__getitem__", launch):
+        op(*args, **options)
+    return found
+
+
+def _as_case(name: str, kernel: Any, arguments: dict[str, Any]) -> CompileCase:
+    """What Triton would specialise a launch on: dtypes, None, 1, and multiples of 16."""
+    signature, constexprs, unaligned = {}, {}, []
+    for parameter in kernel.params:
+        value = arguments.pop(parameter.name)
+        if isinstance(value, torch.Tensor):
+            signature[parameter.name] = "*" + _TYPES[value.dtype]
+        elif parameter.is_constexpr or value is None:
+            constexprs[parameter.name] = value
+        elif isinstance(value, float):
+            signature[parameter.name] = "fp32"
+        elif value == 1 and not parameter.do_not_specialize:
+            constexprs[parameter.name] = value
+        else:
+            signature[parameter.name] = "i32" if value < 2**31 else "i64"
+            if value % 16 or parameter.do_not_specialize:
+                unaligned.append(parameter.name)
+    options = {"unaligned": unaligned, **arguments}
+    return CompileCase(name, kernel, signature, constexprs, options)
+
+
+_TYPES = {torch.float32: "fp32", BF16: "bf16", torch.int32: "i32", torch.int64: "i64"}
