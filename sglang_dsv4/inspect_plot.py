@@ -90,7 +90,7 @@ def _draw_memory(axes: Any, found: Inspection) -> None:
     axes.set_yticks(range(len(devices)), list(devices))
     axes.invert_yaxis()
     axes.set_xlim(0, max(devices.values()) * 1.35)
-    axes.legend(loc="lower right", frameon=False)
+    axes.legend(loc="upper right", frameon=False)
     axes.set_xlabel("GiB of one device")
     weights = found.plan.weights / GIB
     _title(axes, f"In memory: {weights:,.1f} GiB of weights on each of {ranks} rank(s)")
