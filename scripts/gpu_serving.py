@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -99,7 +100,7 @@ def nano(run: Run) -> dict[str, Any]:
                    options=options(run, max_running_requests="32"))  # fmt: skip
     try:
         checks.add("time to ready, cold", True, f"{started(whole)} s")
-        _says_who_serves(checks, whole)
+        _says_who_serves(checks, whole, run.on_gpu)
         _answers(run, checks, trained, whole)
         prompt = _long_prompt(trained)
         direct = whole.generate(prompt, 48)
@@ -116,14 +117,16 @@ def nano(run: Run) -> dict[str, Any]:
     return checks.result()
 
 
-def _says_who_serves(checks: Checks, server: Server) -> None:
+def _says_who_serves(checks: Checks, server: Server, on_gpu: bool) -> None:
     """Ours serves, and with kernels where there is a GPU."""
     state = server.state().get("sglang_dsv4", {})
     ours = str(state.get("model_class", "")).startswith("sglang_dsv4.")
     names = sorted(set(state.get("ops", {}).values()))
     checks.add("our model serves", ours, f"rows {state.get('rows')}, ops by {', '.join(names)}")
     log = server.log.read_text(errors="replace")
-    checks.add("log has no traceback", "Traceback" not in log, f"{len(log)} characters")
+    checks.add("the scheduler is well", "hit an exception" not in log, f"log {server.log.name}")
+    captures = re.findall(r"Capture .*CUDA graph end.*", log)
+    checks.add("CUDA graphs", bool(captures) or not on_gpu, (captures or ["none"])[-1][-90:])
 
 
 def _answers(run: Run, checks: Checks, trained: Any, server: Server) -> None:
@@ -204,7 +207,7 @@ def dummy(run: Run) -> dict[str, Any]:
         server = Server(folder, run.out / f"dummy_{preset}.log", options=served)
         try:
             checks.add(f"{name}: time to ready", True, f"{started(server)} s")
-            _says_who_serves(checks, server)
+            _says_who_serves(checks, server, run.on_gpu)
             _dummy_paths(checks, server, DSV4Config.from_dict(raw), name)
             for batch in (1, 16, 64) if run.on_gpu else (1, 4):
                 step = step_ms(server, batch, 1024 if run.on_gpu else 64, raw["vocab_size"])

@@ -189,6 +189,8 @@ def compile_cases() -> list[CompileCase]:
     unique: dict[str, CompileCase] = {}
     for case in found:
         key = repr((case.kernel.__name__, case.signature, case.constexprs))
+        if case.kernel is moe_kernels._sort_pairs_kernel:  # of large batches alone, and small
+            case = replace(case, usual=tuple(SHARED_MEMORY))
         same = unique.get(key, case)
         unique[key] = replace(
             same,
