@@ -189,7 +189,8 @@ DRAFTS: dict[str, tuple[list[str], DraftHead, int]] = {
         DraftHead.DSPARK,
         3,
     ),
-    "other": (["mtp.0.attn.wq_a.weight", "mtp.0.enorm.weight"], DraftHead.UNKNOWN, 1),
+    "neither": (["mtp.0.attn.wq_a.weight"], DraftHead.UNKNOWN, 1),
+    "half": (["mtp.0.attn.wq_a.weight", "mtp.0.enorm.weight"], DraftHead.UNKNOWN, 1),
 }
 
 
