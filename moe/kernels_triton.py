@@ -276,6 +276,13 @@ def _empty_routes(
 # ---- routers ----
 
 
+@triton.constexpr_function
+def _least_power(least):
+    """The smallest power of two that is at least this. Kernels cannot call
+    `triton.next_power_of_2`, in whose place SGLang puts a plain function."""
+    return 1 << (least - 1).bit_length()
+
+
 @triton.jit
 def _score(logit):
     """sqrt(ln(1 + exp(logit))).
@@ -339,7 +346,7 @@ def _route_scored_kernel(
     key = bits ^ ((bits >> 31) & _LARGEST_INT32)
     key = tl.where(biased != biased, _LARGEST_INT32, key)
     key = tl.where(inside, key, _LEAST_INT32)
-    slot = tl.arange(0, triton.next_power_of_2(TOP_K))
+    slot = tl.arange(0, _least_power(TOP_K))
     chosen = tl.zeros(slot.shape, tl.int32)
     for choice in tl.static_range(TOP_K):
         best = tl.min(tl.where(key == tl.max(key, 0), expert, BLOCK_E), 0)
@@ -367,7 +374,7 @@ def _route_hashed_kernel(
 ):
     """BLOCK_T tokens a program."""
     token = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
-    slot = tl.arange(0, triton.next_power_of_2(TOP_K))
+    slot = tl.arange(0, _least_power(TOP_K))
     inside = (token < tokens)[:, None] & (slot < TOP_K)[None, :]
     token_id = tl.load(token_ids + token, mask=token < tokens, other=0).to(tl.int64)
     chosen = tl.load(tid2eid + token_id[:, None] * TOP_K + slot[None, :], mask=inside, other=0)
@@ -439,7 +446,7 @@ def _scanned_block(experts, pairs, leader, PAIRS: tl.constexpr, BLOCK_M: tl.cons
 @triton.jit
 def _sorted_block(order, starts, pairs, block, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
     """Block number `block` of the sorted pairs: expert, its pairs [BLOCK_M], their number."""
-    every = tl.arange(0, triton.next_power_of_2(EXPERTS))
+    every = tl.arange(0, _least_power(EXPERTS))
     start = tl.load(starts + every, mask=every < EXPERTS, other=pairs)
     end = tl.load(starts + every + 1, mask=every + 1 < EXPERTS, other=pairs)
     blocks = (end - start + (BLOCK_M - 1)) // BLOCK_M

@@ -239,6 +239,13 @@ def _collapse(
 # ---- kernels ----
 
 
+@triton.constexpr_function
+def _least_power(least):
+    """The smallest power of two that is at least this. Kernels cannot call
+    `triton.next_power_of_2`, in whose place SGLang puts a plain function."""
+    return 1 << (least - 1).bit_length()
+
+
 @triton.jit
 def _rms_norm_kernel(
     x,
@@ -374,7 +381,7 @@ def _collapse_kernel(
 @triton.jit
 def _mix(sums, token, tokens, slices, width, norm_eps, ROWS: tl.constexpr, BLOCK_S: tl.constexpr):
     """fn times the normalised streams: [tokens of a program, ROWS or more], zeros beyond ROWS."""
-    BLOCK_R: tl.constexpr = triton.next_power_of_2(ROWS + 1)
+    BLOCK_R: tl.constexpr = _least_power(ROWS + 1)
     part = tl.arange(0, BLOCK_S)
     row = tl.arange(0, BLOCK_R)
     line = sums + (part.to(tl.int64)[:, None] * tokens + token[None, :]) * (ROWS + 1)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sglang_dsv4.components import component_of
 from sglang_dsv4.config import DSV4Config, LayerKind
 from sglang_dsv4.nano_demo_server import UsageError
 from sglang_dsv4.tensor_table import Kept, expected_tensors
@@ -17,20 +18,7 @@ SIZE = (1300, 1150)  # pixels
 _DOTS = 100  # per inch
 _LAYERS_SHOWN = 16  # of more layers, those of one kind share a bar
 
-# Beginning of a tensor's vendor name within its layer, or in the model -> component; the first that
-# fits counts. Colours are for both sorts of colour blindness, too.
-_COMPONENTS = (
-    ("attn.indexer.", "indexer"),
-    ("attn.compressor.", "compressor"),
-    ("attn.", "attention"),
-    ("ffn.experts.", "routed experts"),
-    ("ffn.shared_experts.", "shared expert"),
-    ("ffn.gate.", "router"),
-    ("hc_", "mHC"),
-    ("embed.", "embedding"),
-    ("head.", "head"),
-    ("", "norms"),
-)
+# For both sorts of colour blindness, too.
 _COLOURS = {
     "embedding": "#9a9a9a",
     "attention": "#0072b2",
@@ -83,10 +71,8 @@ def parameters(config: DSV4Config) -> dict[str, Counter[str]]:
             continue
         part = "embedding" if name.startswith("embed.") else "head"
         if name.startswith("layers."):
-            _, layer, name = name.split(".", 2)
-            part = labels[int(layer)]
-        component = next(kind for start, kind in _COMPONENTS if name.startswith(start))
-        parts[part][component] += math.prod(slot.shape)
+            part = labels[int(name.split(".")[1])]
+        parts[part][component_of(name)] += math.prod(slot.shape)
     return parts
 
 

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from sglang_dsv4 import dequant, format_claims, quantise
+from sglang_dsv4 import dequant, quantise
 from sglang_dsv4.census import Census, component
-from sglang_dsv4.checkpoint import CheckpointError, Header, read_index, read_shards
+from sglang_dsv4.checkpoint import CheckpointError, Header
 from sglang_dsv4.config import DSV4Config
 from sglang_dsv4.formats import CHUNK, DTYPE_NAMES, LAYOUTS, Found, Part, Stored, TensorFormat
 from sglang_dsv4.ledger import Delivery, Ledger, counted, is_matrix
 from sglang_dsv4.precision import VARIABLE, Precision
+from sglang_dsv4.survey import Survey
 from sglang_dsv4.tensor_table import Kept, Slot
 
 __all__ = ["CheckpointError", "CheckpointSummary", "LoadReport", "check", "load"]
@@ -62,37 +63,20 @@ def check(folder: str | Path, config: DSV4Config) -> CheckpointSummary:
     """Tells from the headers in `folder`, reading no tensor, whether they make `config`'s model.
 
     Raises CheckpointError with every fault found: files that are absent, cut short or not
-    safetensors; else tensors that are unknown, missing, there twice, of another shape or format,
-    or without the scales that they need. Logs what the checkpoint holds below the floor, and what
+    safetensors; tensors that are unknown, missing, there twice, of another shape or format, or
+    without the scales that they need. Logs what the checkpoint holds below the floor, and what
     its config says that is not so.
     """
-    folder = Path(folder)
-    index = read_index(folder)
-    shards = read_shards(folder, index)
-    ledger = Ledger(config)
-    for name, file in index.items():
-        if name not in shards[file]:
-            ledger.note("tensors that the index names but their file lacks", f"{name} in {file}")
-    census, formats, seen, values, size = Census(), Counter[str](), set[str](), 0, 0
-    for file, headers in shards.items():
-        for name, header in headers.items():
-            if name in seen:
-                ledger.note("tensors that come twice", f"{name}, again in {file}")
-                continue
-            seen.add(name)
-            delivery = ledger.receive(Found(name, header))
-            if delivery is not None:
-                stored = delivery.stored
-                formats[stored.held()] += 1
-                values += math.prod(stored.shape())
-                size += stored.bytes()
-                _count(census, delivery, ledger)
-    ledger.settle(str(folder))
-    floor, claims = census.below_the_floor(), format_claims.contradictions(folder, census)
+    found = Survey(folder, config)
+    if found.faults:
+        lists = "\n".join(found.fault_lists())
+        raise CheckpointError(f"{folder} does not fit this model\n{lists}")
+    floor, claims = found.below_the_floor, found.contradictions
     for line in (*floor, *claims):
         logger.warning("sglang-dsv4 checkpoint: %s", line)
     return CheckpointSummary(
-        *(len(shards), ledger.used, size, values, formats, ledger.skipped, floor, claims)
+        *(found.files, found.used, found.bytes, found.values, found.held, found.skipped),
+        *(floor, claims),
     )
 
 

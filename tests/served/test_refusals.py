@@ -256,7 +256,7 @@ class TestServerArguments:
             ("SGLANG_DSV4_PRECISION", "indexer_qk=fp8", "must be fp4 or full"),
             ("SGLANG_DSV4_PRECISION", "nonsense", "write name=value"),
             ("SGLANG_DSV4_OPS", "foo=reference", "'foo' is unknown"),
-            ("SGLANG_DSV4_OPS", "rms_norm=cuda", "must be reference"),
+            ("SGLANG_DSV4_OPS", "rms_norm=cuda", "must be triton or reference"),
         ],
     )
     def test_our_switches_are_read_early(
