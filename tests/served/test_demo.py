@@ -184,19 +184,6 @@ def test_prompt(kept: Result) -> None:
     assert "(refused: " in prompt and prompt.endswith("you> \n")
 
 
-def test_a_question_of_ones_own(tmp_path: Path) -> None:
-    """A server of its own, which is gone afterwards."""
-    log = tmp_path / "server.log"
-    result = demo("--json", "--ask", "What is the capital of Norway?", "--log", str(log))
-    assert result.status == 0, result.err
-    (answer,) = result.report["answers"]
-    assert answer["question"] == "What is the capital of Norway?"
-    assert answer["prompt_tokens"] > 4 and answer["cached_tokens"] == 0
-    assert result.report["served"]["model_class"].startswith("sglang_dsv4.")
-    assert "process" not in result.report and not is_up(result.report["url"])
-    assert "ready to roll" in log.read_text(errors="replace")
-
-
 def test_nonsense_in_the_place_of_nano_fails(tmp_path: Path) -> None:
     """nano with the embeddings of its tokens in another order; also what a newcomer sees."""
     nonsense = tmp_path / "nonsense"

@@ -44,16 +44,15 @@ def test_a_few_prompts_equal_the_reference(served, checkpoint: Path) -> None:
 
 
 def test_all_prompts_equal_the_reference(
-    served, expected: Callable[[bool], tuple[oracle.Generation, ...]]
+    fp32_server: Server, expected: Callable[[bool], tuple[oracle.Generation, ...]]
 ) -> None:
     """24 prompts of the lengths around every boundary, batched by the scheduler, 64 tokens each."""
-    server, fp4 = served
-    generations = expected(fp4)
-    server.flush()
+    generations = expected(True)
+    fp32_server.flush()
     assert {1, 3, 4, 5, 127, 128, 129, 255, 256, 257, 300, 700} <= {
         len(generation.prompt) for generation in generations
     }
-    compare(server, list(generations)).check()
+    compare(fp32_server, list(generations)).check()
     assert sum(len(set(generation.tokens)) > 2 for generation in generations) >= 10
 
 

@@ -7,7 +7,7 @@ import oracle
 from agreement import Comparison, ties
 from serving import Server
 
-COUNT = 24
+COUNT = 20
 LENGTHS = (5, 127, 299)
 
 

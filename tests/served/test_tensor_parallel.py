@@ -7,7 +7,7 @@ import oracle
 from agreement import Comparison, ties
 from serving import Server
 
-COUNT = 24
+COUNT = 12
 LENGTHS = (3, 129, 301, 600)
 
 

@@ -15,7 +15,7 @@ from serving import Server
 LEAST_FACTS = {0: 0.95, 1: 0.9}  # temperature -> least share right
 FACTS = {0: {"phrasing": 120, "opener": 60}, 1: {"phrasing": 60, "opener": 40}}  # questions
 LEAST_NEEDLES = {0: 0.9, 1: 0.8}
-NEEDLES = {256: 10, 512: 10, 1024: 8}  # tokens back -> questions
+NEEDLES = {256: 8, 512: 6, 1024: 5}  # tokens back -> questions
 
 
 def test_the_capital_of_france(server: Server, client: openai.OpenAI) -> None:
