@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from sglang_dsv4.checkpoint import write_json
 from sglang_dsv4.config import DSV4Config
 from sglang_dsv4.tiny_formats import RECIPES
 from sglang_dsv4.tiny_weights import Entry, quantised_entries, tensors
@@ -179,11 +180,11 @@ def write_checkpoint(
     _prepare_folder(out, total, force)
     files = _write_shards(out, shards, total, dtype, seed, show_progress)
     if recipe.modelopt is not None:
-        _write_json(out / "hf_quant_config.json", dict(recipe.modelopt))
+        write_json(out / "hf_quant_config.json", dict(recipe.modelopt))
     write_config(out, raw)
     if names == "hf" or recipe.config:
         said = _hf_config(out, raw) if names == "hf" else raw
-        _write_json(out / "config.json", said | dict(recipe.config))
+        write_json(out / "config.json", said | dict(recipe.config))
     return {
         "path": str(out),
         "preset": preset,
@@ -205,8 +206,8 @@ def write_config(out: Path, raw: dict[str, Any]) -> None:
     _write_tokenizer(out, config)
     sampling = {"do_sample": True, "temperature": 1.0, "top_p": 1.0}
     ids = {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id}
-    _write_json(out / "generation_config.json", ids | sampling)
-    _write_json(out / "config.json", raw)
+    write_json(out / "generation_config.json", ids | sampling)
+    write_json(out / "config.json", raw)
 
 
 def shipped_config(preset: str, dtype: str) -> dict[str, Any]:
@@ -275,7 +276,7 @@ def _write_shards(
             files.append(name)
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        _write_json(out / "model.safetensors.index.json", index)
+        write_json(out / "model.safetensors.index.json", index)
     return files
 
 
@@ -287,10 +288,6 @@ def _hf_config(out: Path, raw: dict[str, Any]) -> dict[str, Any]:
     logging.set_verbosity_error()  # It warns of a YaRN factor that the release has, too.
     DeepseekV4Config(**raw).save_pretrained(out)
     return json.loads((out / "config.json").read_text(encoding="utf-8"))
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 # What the chat encoding looks up, in the order of their ids: begin and end of sentence are 0 and 1.
@@ -332,7 +329,7 @@ def _write_tokenizer(out: Path, config: DSV4Config) -> None:
         tokenizer.add_special_tokens(added) if special else tokenizer.add_tokens(added)
     tokenizer.save(str(out / "tokenizer.json"))
     begin, end, _ = _SPECIAL_TOKENS
-    _write_json(
+    write_json(
         out / "tokenizer_config.json",
         {
             "tokenizer_class": "PreTrainedTokenizerFast",

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_dsv4 import __version__, convert_config
-from sglang_dsv4.checkpoint import INDEX_FILE, read_headers
+from sglang_dsv4.checkpoint import INDEX_FILE, read_headers, write_json
 from sglang_dsv4.convert_plan import Options, Plan
 
 STATE_FILE = "conversion.json"  # there until the folder is complete
@@ -102,7 +102,7 @@ class State:
     def _save(self) -> None:
         files = {file: asdict(shard) for file, shard in self.shards.items()}
         temporary = self.path.with_suffix(".part")
-        _write_json(temporary, {**self.identity, "files": files})
+        write_json(temporary, {**self.identity, "files": files})
         temporary.replace(self.path)
 
 
@@ -144,10 +144,10 @@ def complete(source: Path, out: Path, plan: Plan, state: State) -> None:
         }
         total = sum(h.bytes for step in plan.steps() for h in step.outputs().values())
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(names.items()))}
-        _write_json(out / INDEX_FILE, index)
+        write_json(out / INDEX_FILE, index)
     raw = json.loads((source / CONFIG).read_text(encoding="utf-8"))
-    _write_json(out / MODELOPT_CONFIG, convert_config.modelopt_config(plan))
-    _write_json(out / CONFIG, convert_config.config(raw, plan))
+    write_json(out / MODELOPT_CONFIG, convert_config.modelopt_config(plan))
+    write_json(out / CONFIG, convert_config.config(raw, plan))
 
 
 def _small_files(source: Path) -> Iterator[tuple[Path, Path]]:
@@ -159,7 +159,3 @@ def _small_files(source: Path) -> Iterator[tuple[Path, Path]]:
         if path.is_file() and not hidden and name not in ours:
             if path.suffix not in _OTHER_WEIGHTS:
                 yield path, name
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -25,7 +25,7 @@ from sglang_dsv4.components import component_of
 from sglang_dsv4.config import DSV4Config
 from sglang_dsv4.formats import Found, Part, TensorFormat, part_of
 from sglang_dsv4.ledger import Delivery, Ledger, is_matrix
-from sglang_dsv4.tensor_table import Kept, skip_reason, vendor_names
+from sglang_dsv4.tensor_table import Kept, layer_of, skip_reason, vendor_names
 
 
 class DraftHead(Enum):
@@ -216,7 +216,7 @@ class Survey:
         if "{" in slots[0].row.names:  # else all call it so
             vendor = supplied == [stored.name.removeprefix("model.")]
             self.names["vendor's" if vendor else "transformers'"] += 1
-        layer = int(supplied[0].split(".")[1]) if supplied[0].startswith("layers.") else None
+        layer = layer_of(supplied[0])
         key = component_of(supplied[0]), held, slots[0].row.kept
         holding = self.holdings.setdefault(key, Holding())
         holding.weights += len(supplied)

@@ -251,6 +251,11 @@ def _parse(name: str) -> tuple[str, tuple[int, ...]]:
     return _NUMBER.sub("*", bare), tuple(map(int, _NUMBER.findall(bare)))
 
 
+def layer_of(vendor_name: str) -> int | None:
+    """The layer that a tensor belongs to, None outside them."""
+    return int(vendor_name.split(".")[1]) if vendor_name.startswith("layers.") else None
+
+
 def is_stacked(name: str) -> bool:
     """Whether tensor `name` holds all experts of a layer."""
     return _parse(name)[0] in _STACKED_PARTS

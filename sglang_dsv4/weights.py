@@ -24,7 +24,7 @@ from sglang_dsv4.formats import CHUNK, DTYPE_NAMES, LAYOUTS, Found, Part, Stored
 from sglang_dsv4.ledger import Delivery, Ledger, counted, is_matrix
 from sglang_dsv4.precision import VARIABLE, Precision
 from sglang_dsv4.survey import Survey
-from sglang_dsv4.tensor_table import Kept, Slot
+from sglang_dsv4.tensor_table import Kept, Slot, layer_of
 
 __all__ = ["CheckpointError", "CheckpointSummary", "LoadReport", "check", "load"]
 
@@ -85,8 +85,7 @@ def _count(census: Census, delivery: Delivery, ledger: Ledger, run: str = "") ->
     for known in delivery.supplied:
         slot = ledger.owed[known]
         if is_matrix(slot):
-            layer = int(known.split(".")[1]) if known.startswith("layers.") else None
-            census.add(slot.row, layer, stored.held(), stored.name, run)
+            census.add(slot.row, layer_of(known), stored.held(), stored.name, run)
 
 
 # ------------------------------------------------------------------------------- load, a stream

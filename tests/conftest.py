@@ -1,6 +1,5 @@
 """What every test shares: a quiet environment, poisoned uninitialised memory, GPU markers."""
 
-import functools
 import os
 import pickle
 import socket
@@ -120,25 +119,20 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def expected(
-    checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[bool], tuple[Any, ...]]:
-    """The oracle's Generations for all its prompts, by whether index queries and keys are on the
-    FP4 grid; computed once for all processes of a test run."""
+def expected(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, ...]:
+    """The oracle's Generations for all its prompts, index queries and keys on the FP4 grid;
+    computed once for all processes of a test run."""
     import oracle
 
     shared = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:  # then each process has a folder within the run's
         shared = shared.parent
 
-    @functools.cache
-    def generations(indexer_fp4: bool) -> tuple[Any, ...]:
-        file = shared / f"expected-{indexer_fp4}.pickle"
-        with FileLock(f"{file}.lock"):
-            if not file.exists():
-                file.write_bytes(pickle.dumps(oracle.expected(checkpoint, indexer_fp4)))
-        return pickle.loads(file.read_bytes())
-
+    file = shared / "expected.pickle"
+    with FileLock(f"{file}.lock"):
+        if not file.exists():
+            file.write_bytes(pickle.dumps(oracle.expected(checkpoint, indexer_fp4=True)))
+    generations: tuple[Any, ...] = pickle.loads(file.read_bytes())
     return generations
 
 

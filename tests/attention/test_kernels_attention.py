@@ -374,6 +374,7 @@ def test_a_shape_is_planned_once(flashinfer):
 
 
 def test_the_reference_needs_no_preparation():
+    assert not hasattr(reference, "prepare")
     ops = SimpleNamespace(sparse_attention=reference.sparse_attention)
     backends.prepare_attention(ops, tokens=2, heads=3, width=40, scale=SCALE, device="cpu")
 
