@@ -95,11 +95,6 @@ def total_bytes(folder: Path) -> int | None:
         return None
 
 
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """A config or an index as such files are usually written: for people, too."""
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
 def read_headers(file: Path) -> dict[str, Header]:
     """Tensor name -> header of one safetensors file; CheckpointError if it is not a whole one."""
     try:

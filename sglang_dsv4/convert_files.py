@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from sglang_dsv4 import __version__, convert_config
-from sglang_dsv4.checkpoint import INDEX_FILE, read_headers, write_json
+from sglang_dsv4.checkpoint import INDEX_FILE, read_headers
+from sglang_dsv4.config import write_json
 from sglang_dsv4.convert_plan import Options, Plan
 
 STATE_FILE = "conversion.json"  # there until the folder is complete

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 START_LIMIT = 300.0  # seconds; about 20 when the machine is idle
-STOP_LIMIT = 20.0
+FORKED = str(Path(__file__).with_name("forked_server.py"))
 DEFAULT_OPTIONS = {
     "--device": "cpu",
     "--max-total-tokens": "16384",
@@ -45,7 +45,10 @@ class Reply:
 
 class Server:
     """Starts on entry, stops on exit. `options` replace or extend DEFAULT_OPTIONS; a value of None
-    removes an option, an empty one makes it a flag."""
+    removes an option, an empty one makes it a flag.
+
+    forked: whether it starts as tests/forked_server.py says, instead of as users start it.
+    """
 
     def __init__(
         self,
@@ -54,8 +57,9 @@ class Server:
         *,
         options: dict[str, str | None] | None = None,
         env: dict[str, str] | None = None,
+        forked: bool = True,
     ) -> None:
-        self.checkpoint, self.log = checkpoint, log
+        self.checkpoint, self.log, self.forked = checkpoint, log, forked
         self.options = {**DEFAULT_OPTIONS, **(options or {})}
         self.env = env or {}
         with socket.socket() as probe:
@@ -65,8 +69,9 @@ class Server:
         self.process: subprocess.Popen[bytes] | None = None
 
     def command(self) -> list[str]:
-        command = [sys.executable, "-m", "sglang.launch_server", "--model-path"]
-        command += [str(self.checkpoint), "--port", str(self.port), "--skip-server-warmup"]
+        launcher = [FORKED] if self.forked else ["-m", "sglang.launch_server"]
+        command = [sys.executable, *launcher, "--model-path", str(self.checkpoint)]
+        command += ["--port", str(self.port), "--skip-server-warmup"]
         command += ["--enable-cache-report"]
         for option, value in self.options.items():
             if value is not None:
@@ -107,13 +112,8 @@ class Server:
         self.stop()
 
     def stop(self) -> None:
-        """Ask it to end, then end its whole process group."""
+        """End its whole process group at once: asked to end, it would drain for seconds."""
         assert self.process is not None
-        self.process.terminate()
-        try:
-            self.process.wait(STOP_LIMIT)
-        except subprocess.TimeoutExpired:
-            pass
         try:
             os.killpg(self.process.pid, signal.SIGKILL)
         except ProcessLookupError:

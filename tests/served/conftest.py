@@ -34,10 +34,13 @@ def serve(
     """
     mutant = mutant_environment(request.config.getoption("--mutant"))
 
-    def make(checkpoint: Path, *, env: dict[str, str] | None = None, **options) -> Server:
+    def make(
+        checkpoint: Path, *, env: dict[str, str] | None = None, forked: bool = True, **options
+    ) -> Server:
         flags = {"--" + name.replace("_", "-"): value for name, value in options.items()}
         log = tmp_path_factory.mktemp("server") / "server.log"
-        return Server(checkpoint, log, options=flags, env={**mutant, **(env or {})})
+        env = {**mutant, **(env or {})}
+        return Server(checkpoint, log, options=flags, env=env, forked=forked)
 
     return make
 

@@ -1,6 +1,6 @@
 """What the trained model knows, through the server: facts, and needles in stories.
 
-Asked one at a time, greedily and at temperature 1. Bounds are on fixed samples. As an estimate for
+Asked greedily, and one at a time at temperature 1. Bounds are on fixed samples. As an estimate for
 all such questions a share of 0.95 has a standard error of sqrt(0.95 * 0.05 / count): 2.0 % for 120
 questions, 2.8 % for 60, and 6 to 8 % for the needles of one distance.
 """
