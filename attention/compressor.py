@@ -2,7 +2,6 @@
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from sglang_dsv4.attention.cache import LayerCache
 from sglang_dsv4.attention.metadata import Metadata
@@ -12,7 +11,8 @@ from sglang_dsv4.parameters import Weight, tensor
 
 
 class Compressor(nn.Module):
-    """Weights that every compressor has: values, gate scores, a bias by position, a norm.
+    """What every compressor has: a bias by position, a norm, and projections of the layer's input
+    to values and gate scores, whose weights lie in the layer's stack (name -> rows).
 
     ratio: tokens per entry; width: channels of an entry; series: 2 where windows overlap, else 1.
     """
@@ -20,18 +20,9 @@ class Compressor(nn.Module):
     def __init__(self, config: DSV4Config, *, ratio: int, width: int, series: int) -> None:
         super().__init__()
         self.eps = config.rms_norm_eps
-        self.wkv = Weight(series * width, config.hidden_size)
-        self.wgate = Weight(series * width, config.hidden_size)
+        self.projections = {"wkv": series * width, "wgate": series * width}
         self.ape = tensor(ratio, series * width, dtype=torch.float32)
         self.norm = Weight(width)
-
-    def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [T, D] -> values and gate scores, each [T, series * width] float32."""
-        x = x.float()
-        return (
-            functional.linear(x, self.wkv.weight.float()),
-            functional.linear(x, self.wgate.weight.float()),
-        )
 
 
 class CsaCompressor(Compressor):
@@ -42,12 +33,19 @@ class CsaCompressor(Compressor):
         self.ops = ops
 
     def forward(
-        self, x: torch.Tensor, frequencies: torch.Tensor, meta: Metadata, cache: LayerCache
+        self,
+        kv: torch.Tensor,
+        gate: torch.Tensor,
+        frequencies: torch.Tensor,
+        meta: Metadata,
+        cache: LayerCache,
     ) -> None:
-        """x [T, D]: stores the entries that its tokens close, and the state they leave."""
+        """kv, gate [T, series * width] float32: stores the entries that these tokens close, and the
+        state they leave."""
         assert cache.csa_state is not None
         self.ops.compress_csa(
-            *self.project(x),
+            kv,
+            gate,
             self.ape,
             self.norm.weight,
             frequencies,
@@ -68,12 +66,19 @@ class IndexCompressor(Compressor):
         self.fp4 = fp4
 
     def forward(
-        self, x: torch.Tensor, frequencies: torch.Tensor, meta: Metadata, cache: LayerCache
+        self,
+        kv: torch.Tensor,
+        gate: torch.Tensor,
+        frequencies: torch.Tensor,
+        meta: Metadata,
+        cache: LayerCache,
     ) -> None:
-        """x [T, D]: stores the index keys that its tokens close, and the state they leave."""
+        """kv, gate [T, series * width] float32: stores the index keys that these tokens close, and
+        the state they leave."""
         assert cache.index_state is not None and cache.index_keys is not None
         self.ops.compress_csa(
-            *self.project(x),
+            kv,
+            gate,
             self.ape,
             self.norm.weight,
             frequencies,
@@ -94,12 +99,19 @@ class HcaCompressor(Compressor):
         self.ops = ops
 
     def forward(
-        self, x: torch.Tensor, frequencies: torch.Tensor, meta: Metadata, cache: LayerCache
+        self,
+        kv: torch.Tensor,
+        gate: torch.Tensor,
+        frequencies: torch.Tensor,
+        meta: Metadata,
+        cache: LayerCache,
     ) -> None:
-        """x [T, D]: stores the entries that its tokens close, and the state they leave."""
+        """kv, gate [T, series * width] float32: stores the entries that these tokens close, and the
+        state they leave."""
         assert cache.hca_state is not None
         self.ops.compress_hca(
-            *self.project(x),
+            kv,
+            gate,
             self.ape,
             self.norm.weight,
             frequencies,

@@ -28,23 +28,29 @@ class Indexer(nn.Module):
         self.fp4 = precision.indexer_qk == "fp4"
         self.weight_scale = self.dim**-0.5 * self.heads**-0.5
         self.wq_b = Weight(self.heads * self.dim, config.q_lora_rank)
-        self.weights_proj = Weight(self.heads, config.hidden_size)
         self.compressor = IndexCompressor(config, ops, fp4=self.fp4)
+        inner = self.compressor.projections.items()
+        self.projections = {f"compressor.{name}": rows for name, rows in inner}
+        self.projections["weights_proj"] = self.heads
 
     def forward(
         self,
-        x: torch.Tensor,
+        kv: torch.Tensor,
+        gate: torch.Tensor,
+        weights: torch.Tensor,
         q_lora: torch.Tensor,
         frequencies: torch.Tensor,
         meta: Metadata,
         cache: LayerCache,
     ) -> torch.Tensor:
-        """x [T, D], q_lora [T, q] -> entry numbers [T, index_topk] int64, padded with -1."""
+        """The layer's input, projected, and q_lora [T, q] -> entry numbers [T, index_topk] int64.
+
+        kv, gate: as IndexCompressor takes them; weights [T, heads] float32. Padded with -1.
+        """
         assert cache.index_keys is not None
-        self.compressor(x, frequencies, meta, cache)
+        self.compressor(kv, gate, frequencies, meta, cache)
         q = functional.linear(q_lora, self.wq_b.weight).unflatten(-1, (self.heads, self.dim))
         q = self.ops.index_query(q, meta.positions, frequencies, fp4=self.fp4)
-        weights = functional.linear(x.float(), self.weights_proj.weight.float())
         return self.ops.select_entries(
             q, weights * self.weight_scale, cache.index_keys, meta.entries, top_k=self.top_k
         )

@@ -12,7 +12,7 @@ from sglang_dsv4.attention.rope import rope_frequencies
 from sglang_dsv4.backends import Ops
 from sglang_dsv4.config import DSV4Config, LayerKind
 from sglang_dsv4.parallel import Parallel
-from sglang_dsv4.parameters import Weight, tensor
+from sglang_dsv4.parameters import Stack, Weight, tensor
 from sglang_dsv4.precision import Precision
 
 
@@ -43,10 +43,9 @@ class Attention(nn.Module):
 
         hidden, q_lora = config.hidden_size, config.q_lora_rank
         group_width = config.num_attention_heads // config.o_groups * self.head_dim
-        self.wq_a = Weight(q_lora, hidden)
+        self.inputs = Stack(hidden, {"wq_a": q_lora, "wkv": self.head_dim})
         self.q_norm = Weight(q_lora)
         self.wq_b = Weight(self.heads * self.head_dim, q_lora)
-        self.wkv = Weight(self.head_dim, hidden)
         self.kv_norm = Weight(self.head_dim)
         self.attn_sink = tensor(self.heads, dtype=torch.float32)
         self.wo_a = Weight(self.groups * self.o_lora, group_width)
@@ -58,17 +57,28 @@ class Attention(nn.Module):
             self.indexer = Indexer(config, precision, ops)
         elif self.kind is LayerKind.HCA:
             self.compressor = HcaCompressor(config, ops)
+        self.fp32_inputs: Stack | None = None
+        if projections := self._projections():
+            self.fp32_inputs = Stack(hidden, projections)
         self.frequencies: torch.Tensor
         self.register_buffer("frequencies", rope_frequencies(config, self.kind), persistent=False)
 
+    def _projections(self) -> dict[str, int]:
+        """Rows of what the compressors and the indexer take of the layer's input, in FP32."""
+        return {
+            f"{part}.{name}": rows
+            for part, module in (("compressor", self.compressor), ("indexer", self.indexer))
+            for name, rows in (module.projections.items() if module is not None else ())
+        }
+
     def forward(self, x: torch.Tensor, meta: Metadata, cache: LayerCache) -> torch.Tensor:
         """x [T, D] (normed) -> [T, D]; the tokens' rows, entries and state go into the cache."""
-        q_lora = functional.linear(x, self.wq_a.weight)
+        q_lora, kv = self.inputs.parts(functional.linear(x, self.inputs.weight))
         q_lora = self.ops.rms_norm(q_lora, self.q_norm.weight, eps=self.eps)
         q = functional.linear(q_lora, self.wq_b.weight).unflatten(-1, (self.heads, self.head_dim))
         q = self.ops.query_norm_rope(q, meta.positions, self.frequencies, eps=self.eps)
         self.ops.kv_norm_rope_store(
-            functional.linear(x, self.wkv.weight),
+            kv,
             self.kv_norm.weight,
             meta.positions,
             self.frequencies,
@@ -76,9 +86,6 @@ class Attention(nn.Module):
             cache.kv,
             eps=self.eps,
         )
-        # Entries come before attention: a token sees the entry that it closes itself.
-        if self.compressor is not None:
-            self.compressor(x, self.frequencies, meta, cache)
         out = self.ops.sparse_attention(
             q,
             cache.kv,
@@ -93,10 +100,18 @@ class Attention(nn.Module):
     def _keys(
         self, x: torch.Tensor, q_lora: torch.Tensor, meta: Metadata, cache: LayerCache
     ) -> IndexList:
-        if self.indexer is not None:
-            selected = self.indexer(x, q_lora, self.frequencies, meta, cache)
-            return self.ops.csa_index_list(selected, meta.window, meta.entries)
-        return meta.hca_list if self.kind is LayerKind.HCA else meta.window
+        """The rows that each token attends to, its own entries among them: these are stored first,
+        since a token sees the entry that it closes itself."""
+        if self.compressor is None:
+            return meta.window
+        assert self.fp32_inputs is not None
+        projected = self.ops.linear_fp32(x, self.fp32_inputs.weight)
+        kv, gate, *for_indexer = self.fp32_inputs.parts(projected)
+        self.compressor(kv, gate, self.frequencies, meta, cache)
+        if self.indexer is None:
+            return meta.hca_list
+        selected = self.indexer(*for_indexer, q_lora, self.frequencies, meta, cache)
+        return self.ops.csa_index_list(selected, meta.window, meta.entries)
 
     def _project(self, out: torch.Tensor) -> torch.Tensor:
         """Each group of heads goes down to o_lora channels, then all groups mix: [T, D]."""

@@ -6,7 +6,6 @@ and up (w3) rows of every expert are stacked as w13.
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from sglang_dsv4.backends import Ops
 from sglang_dsv4.config import DSV4Config
@@ -57,7 +56,7 @@ class ScoredRouter(nn.Module):
         self, x: torch.Tensor, token_ids: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x [T, D] -> weights [T, k] fp32, experts [T, k] int64; token_ids only fit the call."""
-        logits = _fp32_linear(x, self.weight)
+        logits = self.ops.linear_fp32(x, self.weight)
         return self.ops.route_scored(logits, self.bias, top_k=self.top_k, scale=self.scale)
 
 
@@ -79,7 +78,7 @@ class HashRouter(nn.Module):
         self, x: torch.Tensor, token_ids: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x [T, D], token_ids [T] -> weights [T, k] fp32, experts [T, k] int64."""
-        logits = _fp32_linear(x, self.weight)
+        logits = self.ops.linear_fp32(x, self.weight)
         return self.ops.route_hashed(logits, token_ids, self.tid2eid, scale=self.scale)
 
 
@@ -112,10 +111,5 @@ class SharedExpert(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, D] -> [T, D] fp32, this rank's part of the sum."""
-        activated = self.ops.swiglu(_fp32_linear(x, self.w13), limit=self.limit)
-        return _fp32_linear(activated, self.w2)
-
-
-def _fp32_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x times the transposed weight in fp32, whatever the two are stored in."""
-    return functional.linear(x.float(), weight.float())
+        activated = self.ops.swiglu(self.ops.linear_fp32(x, self.w13), limit=self.limit)
+        return self.ops.linear_fp32(activated, self.w2)

@@ -28,6 +28,7 @@ from sglang_dsv4.checkpoint import read_index, read_shards
 from sglang_dsv4.config import DSV4Config, LayerKind
 from sglang_dsv4.graph_safety_step import SmallLM
 from sglang_dsv4.parallel import Parallel
+from sglang_dsv4.parameters import named_weights
 from sglang_dsv4.precision import COMPONENTS, FLIPPED, FLOOR
 from sglang_dsv4.tensor_table import expected_tensors
 
@@ -177,7 +178,7 @@ def tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 def write_dense(lm: SmallLM, config: DSV4Config, folder: Path, out: Path) -> None:
     """Writes the checkpoint in `folder` anew, as the dense values that `lm` loaded of it."""
-    held = dict(lm.named_parameters()) | dict(lm.named_buffers())
+    held = named_weights(lm) | dict(lm.named_buffers())
     dense = {
         name: weights.slot_view(held[slot.parameter], slot).clone().contiguous()
         for name, slot in expected_tensors(config).items()

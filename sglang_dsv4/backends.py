@@ -70,6 +70,10 @@ def _below(machine: Machine, needed: tuple[int, int]) -> str | None:
     return f"needs a GPU of compute capability {least}, this is {found}"
 
 
+def _needs_gpu(machine: Machine) -> str | None:
+    return _below(machine, (8, 0))
+
+
 def _needs_flashmla(machine: Machine) -> str | None:
     if importlib.util.find_spec("flash_mla") is None:
         return "sgl-flash-mla is not installed"
@@ -93,6 +97,7 @@ def _triton(module: str) -> Provider:
 
 
 _MODEL = (_triton("sglang_dsv4.kernels_triton"), _reference("sglang_dsv4"))
+_LINEAR = (Provider("cublas", "sglang_dsv4.kernels_cublas", _needs_gpu), _MODEL[-1])
 _ATTENTION = (_triton("sglang_dsv4.attention.kernels_triton"), _reference("sglang_dsv4.attention"))
 _COMPRESS = (_triton("sglang_dsv4.attention.kernels_triton_compress"), _ATTENTION[-1])
 _INDEX = (_triton("sglang_dsv4.attention.kernels_triton_index"), _ATTENTION[-1])
@@ -107,6 +112,7 @@ _MOE = (_triton("sglang_dsv4.moe.kernels_triton"), _reference("sglang_dsv4.moe")
 # op -> providers, best first
 PROVIDERS: Mapping[str, tuple[Provider, ...]] = MappingProxyType(
     {
+        "linear_fp32": _LINEAR,
         "rms_norm": _MODEL,
         "mhc_pre": _MODEL,
         "mhc_post": _MODEL,
@@ -133,6 +139,7 @@ Op = Callable[..., Any]
 class Ops:
     """The chosen implementation of every op, and the name of its provider."""
 
+    linear_fp32: Op
     rms_norm: Op
     mhc_pre: Op
     mhc_post: Op

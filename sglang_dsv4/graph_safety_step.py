@@ -6,7 +6,6 @@ from typing import TypeVar
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from sglang_dsv4 import precision, tiny_weights, weights
 from sglang_dsv4.attention.cache import PAGE, LayerCache, allocate
@@ -29,6 +28,7 @@ class SmallLM(nn.Module):
 
     def __init__(self, config: DSV4Config, ops: Ops, chosen: Precision, parallel: Parallel) -> None:
         super().__init__()
+        self.ops = ops
         self.model = Model(config, chosen, ops, parallel)
         self.head = Weight(config.vocab_size // parallel.size, config.hidden_size)
 
@@ -37,7 +37,7 @@ class SmallLM(nn.Module):
     ) -> torch.Tensor:
         """Logits [T, V / ranks] fp32 of tokens [T]."""
         hidden = self.model(ids, meta, caches)
-        return functional.linear(hidden.float(), self.head.weight.float())
+        return self.ops.linear_fp32(hidden, self.head.weight)
 
 
 def small_lm(config: DSV4Config, ops: Ops, device: str, dtype: torch.dtype) -> SmallLM:

@@ -1,5 +1,7 @@
 """Holders of parameters under the checkpoint's own names."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 
@@ -15,6 +17,39 @@ class Weight(nn.Module):
         self.weight = tensor(*shape, dtype=dtype)
 
 
+class Stack(nn.Module):
+    """Matrices that multiply the same input, one below the other: one product serves them all.
+
+    rows: name of each in the checkpoint, as seen from the module that holds the stack, without
+    ".weight" -> its number of rows. columns: of the input.
+    """
+
+    def __init__(self, columns: int, rows: Mapping[str, int]) -> None:
+        super().__init__()
+        self.rows = dict(rows)
+        self.weight = tensor(sum(rows.values()), columns)
+
+    def parts(self, product: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """[T, all rows] -> a view [T, rows] for each matrix."""
+        return product.split(list(self.rows.values()), dim=1)
+
+    def matrices(self) -> dict[str, torch.Tensor]:
+        """Name in the checkpoint, seen as in `rows` -> view [rows, columns]."""
+        parts = self.weight.data.split(list(self.rows.values()))
+        return {f"{name}.weight": part for name, part in zip(self.rows, parts, strict=True)}
+
+
 def tensor(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
     """An uninitialised parameter without gradient."""
     return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+
+
+def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Every parameter by its name in the checkpoint's words: those in a stack as views of it."""
+    found: dict[str, torch.Tensor] = dict(model.named_parameters())
+    for path, module in model.named_modules():
+        if isinstance(module, Stack):
+            del found[f"{path}.weight"]
+            holder = path[: path.rfind(".") + 1]
+            found |= {holder + name: matrix for name, matrix in module.matrices().items()}
+    return found

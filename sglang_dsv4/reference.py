@@ -9,6 +9,16 @@ import torch
 from torch.nn import functional
 
 
+def linear_fp32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """A linear layer whose result is not rounded.
+
+    x      [T, K] float: rounded to the weight's dtype first, by kernels.
+    weight [N, K] float: the rows of the result's columns.
+    Returns [T, N] fp32, summed in fp32.
+    """
+    return functional.linear(x.float(), weight.float())
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, *, eps: float) -> torch.Tensor:
     """Divide every vector by its root mean square, then multiply by the weight.
 

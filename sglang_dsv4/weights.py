@@ -22,6 +22,7 @@ from sglang_dsv4.checkpoint import CheckpointError, Header
 from sglang_dsv4.config import DSV4Config
 from sglang_dsv4.formats import CHUNK, DTYPE_NAMES, LAYOUTS, Found, Part, Stored, TensorFormat
 from sglang_dsv4.ledger import Delivery, Ledger, counted, is_matrix
+from sglang_dsv4.parameters import named_weights
 from sglang_dsv4.precision import VARIABLE, Precision
 from sglang_dsv4.survey import Survey
 from sglang_dsv4.tensor_table import Kept, Slot, layer_of
@@ -239,7 +240,7 @@ def _parameters(model: nn.Module, ledger: Ledger, size: int) -> dict[str, Tensor
         experts = () if slot.expert is None else (ledger.config.n_routed_experts,)
         shapes[slot.parameter] = (*experts, *shape)
         kept[slot.parameter] = slot.row.kept
-    found: dict[str, Tensor] = dict(model.named_parameters())
+    found = named_weights(model)
     found |= {name: buffer for name, buffer in model.named_buffers() if name in shapes}
     differ = sorted(found.keys() ^ shapes.keys())
     assert not differ, f"parameters in either the model or the table but not both: {differ}"
