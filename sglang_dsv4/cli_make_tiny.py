@@ -8,7 +8,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from sglang_dsv4.config import DSV4Config, write_json
+from sglang_dsv4.config import DSV4Config
+from sglang_dsv4.json_files import write_json
 from sglang_dsv4.tiny_formats import RECIPES
 from sglang_dsv4.tiny_weights import Entry, quantised_entries, tensors
 

@@ -398,8 +398,3 @@ def _read_yarn(field: str, group: Mapping[str, Any] | None) -> YarnScaling | Non
         raise _refusal(f"{field}.attention_factor", factor, "1: V4 does not scale the rotation")
     names = (key.name for key in fields(YarnScaling))
     return YarnScaling(**{name: _required(group, name, f"{field}.") for name in names})
-
-
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """A config or an index as such files are usually written: for people, too."""
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

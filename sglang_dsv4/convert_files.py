@@ -10,8 +10,8 @@ from typing import Any
 
 from sglang_dsv4 import __version__, convert_config
 from sglang_dsv4.checkpoint import INDEX_FILE, read_headers
-from sglang_dsv4.config import write_json
 from sglang_dsv4.convert_plan import Options, Plan
+from sglang_dsv4.json_files import write_json
 
 STATE_FILE = "conversion.json"  # there until the folder is complete
 CONFIG, MODELOPT_CONFIG = "config.json", "hf_quant_config.json"

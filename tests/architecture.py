@@ -26,6 +26,7 @@ PACKAGES = {
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
         *("config", "settings", "parallel", "parameters", "checkpoint", "dequant", "components"),
+        "json_files",
         *("graph_safety_rules", "graph_safety_kinds", "ablation_metrics"),
     ),
     (
