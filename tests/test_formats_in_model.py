@@ -9,6 +9,7 @@ from checkpoint_files import FakeModel, assert_same, dense_twin, read, shapes_of
 from inprocess import Runner
 from mixed_formats import FORMATS, write_mixed
 from sglang_dsv4 import weights
+from sglang_dsv4.parameters import named_weights
 from tolerance import assert_close
 
 
@@ -30,7 +31,7 @@ def test_parameters_are_those_of_the_dense_twin(runner: Runner, folder: Path) ->
     twin = FakeModel(shapes_of(runner.config))
     dense = dense_twin(read(folder), torch.float32)
     weights.load(twin, dense.items(), runner.config, rank=0, size=1)
-    held = runner.lm.state_dict()
+    held = named_weights(runner.lm) | dict(runner.lm.named_buffers())
     assert_same({name: held[name] for name in twin.values()}, twin.values())
 
 

@@ -9,12 +9,13 @@ from transformers import DeepseekV4Config
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4SparseMoeBlock
 
 from op_checks import MACHINE, assert_stays_on_device, randn
-from sglang_dsv4.moe import reference
+from sglang_dsv4.backends import choose
 from sglang_dsv4.moe.layer import MoE
 from sglang_dsv4.parallel import Parallel
 from tolerance import assert_close
 
 VOCAB, HIDDEN, WIDTH, EXPERTS, TOP_K = 97, 64, 48, 8, 2
+OPS = choose(MACHINE, "all=reference")
 HASHED, SCORED = 0, 1  # layer ids
 CONFIG = SimpleNamespace(
     vocab_size=VOCAB,
@@ -39,7 +40,7 @@ def make(layer_id, parallel=None, dtype=torch.float32) -> MoE:
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        layer = MoE(CONFIG, layer_id, reference, parallel).to(MACHINE.device)
+        layer = MoE(CONFIG, layer_id, OPS, parallel).to(MACHINE.device)
     finally:
         torch.set_default_dtype(default)
     mine = slice(*(WIDTH // parallel.size * end for end in (parallel.rank, parallel.rank + 1)))
