@@ -122,6 +122,7 @@ PROVIDERS: Mapping[str, tuple[Provider, ...]] = MappingProxyType(
         "route_scored": _MOE,
         "route_hashed": _MOE,
         "routed_experts": _MOE,
+        "routed_experts_fp4": _MOE,
         "swiglu": _MOE,
     }
 )
@@ -148,6 +149,7 @@ class Ops:
     route_scored: Op
     route_hashed: Op
     routed_experts: Op
+    routed_experts_fp4: Op
     swiglu: Op
     machine: Machine
     providers: Mapping[str, str]
