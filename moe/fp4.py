@@ -26,6 +26,7 @@ class FP4Matrices(nn.Module):
         super().__init__()
         assert columns % group == 0 and rows % parts == 0, (rows, columns, group, parts)
         self.group, self.parts = group, parts
+        self.packed = False
         self.codes = tensor(experts, rows, columns // 2, dtype=torch.uint8)
         self.scales = tensor(experts, rows, columns // group, dtype=torch.uint8)
         self.factors = tensor(experts, parts, dtype=torch.float32)
