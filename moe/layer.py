@@ -9,6 +9,7 @@ from torch import nn
 
 from sglang_dsv4.backends import Ops
 from sglang_dsv4.config import DSV4Config
+from sglang_dsv4.moe.fp4 import FP4Matrices
 from sglang_dsv4.parallel import Parallel
 from sglang_dsv4.parameters import tensor
 
@@ -19,15 +20,26 @@ class MoE(nn.Module):
     Every rank holds all experts, and of each its own `moe_intermediate_size / size` inner channels.
     """
 
-    def __init__(self, config: DSV4Config, layer_id: int, ops: Ops, parallel: Parallel) -> None:
-        """config: its moe_intermediate_size is a multiple of the number of ranks."""
+    def __init__(
+        self,
+        config: DSV4Config,
+        layer_id: int,
+        ops: Ops,
+        parallel: Parallel,
+        expert_group: int | None = None,
+    ) -> None:
+        """config: its moe_intermediate_size is a multiple of the number of ranks.
+
+        expert_group: values that share a scale where the routed experts lie in memory in four bits
+        (16 or 32), None where they are dense.
+        """
         super().__init__()
         width = config.moe_intermediate_size // parallel.size
         assert width * parallel.size == config.moe_intermediate_size
         self.parallel = parallel
         hashed = layer_id < config.num_hash_layers
         self.gate = HashRouter(config, ops) if hashed else ScoredRouter(config, ops)
-        self.experts = RoutedExperts(config, width, ops)
+        self.experts = RoutedExperts(config, width, ops, expert_group)
         self.shared_experts = SharedExpert(config, width, ops)
 
     def forward(self, x: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
@@ -85,18 +97,28 @@ class HashRouter(nn.Module):
 class RoutedExperts(nn.Module):
     """This rank's slice of the experts that a router chooses from."""
 
-    def __init__(self, config: DSV4Config, width: int, ops: Ops) -> None:
+    w13: torch.Tensor | FP4Matrices
+    w2: torch.Tensor | FP4Matrices
+
+    def __init__(self, config: DSV4Config, width: int, ops: Ops, group: int | None) -> None:
+        """group: see MoE; hidden_size and width are multiples of it."""
         super().__init__()
-        self.ops = ops
         self.limit = config.swiglu_limit
-        self.w13 = tensor(config.n_routed_experts, 2 * width, config.hidden_size)
-        self.w2 = tensor(config.n_routed_experts, config.hidden_size, width)
+        experts, hidden = config.n_routed_experts, config.hidden_size
+        if group is None:
+            self.op = ops.routed_experts
+            self.w13 = tensor(experts, 2 * width, hidden)
+            self.w2 = tensor(experts, hidden, width)
+        else:
+            self.op = ops.routed_experts_fp4
+            self.w13 = FP4Matrices(experts, 2 * width, hidden, group=group, parts=2)
+            self.w2 = FP4Matrices(experts, hidden, width, group=group, parts=1)
 
     def forward(
         self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor
     ) -> torch.Tensor:
         """x [T, D], weights [T, k], experts [T, k] -> [T, D] fp32, this rank's part of the sum."""
-        return self.ops.routed_experts(x, weights, experts, self.w13, self.w2, limit=self.limit)
+        return self.op(x, weights, experts, self.w13, self.w2, limit=self.limit)
 
 
 class SharedExpert(nn.Module):

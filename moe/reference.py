@@ -5,8 +5,14 @@ and nothing is read back to the host, so every call can be captured in a CUDA gr
 token goes to is decided, and acted on, on the device. Any number of tokens is valid, also none.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch.nn import functional
+
+from sglang_dsv4 import dequant
+from sglang_dsv4.moe.fp4 import FP4Matrices
 
 # At most so many weight elements are gathered at once (4 MiB in fp32), or one expert's if that is
 # more: few launches for small experts, bounded memory for large ones.
@@ -81,8 +87,42 @@ def routed_experts(
     limit   see swiglu.
     Returns [T, D] fp32. A token's result depends on no other token's values.
     """
+    gather13, gather2 = partial(_gather, w13), partial(_gather, w2)
+    return _experts(x, weights, experts, gather13, gather2, w13.shape, limit)
+
+
+def routed_experts_fp4(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    w13: FP4Matrices,
+    w2: FP4Matrices,
+    *,
+    limit: float,
+) -> torch.Tensor:
+    """`routed_experts` with matrices of four-bit values, which are exact in the products.
+
+    x, weights, experts, limit and the result: as there. w13: E matrices [2 * I, D], w2: [D, I].
+    """
+    gather13, gather2 = partial(_gather_fp4, w13), partial(_gather_fp4, w2)
+    return _experts(x, weights, experts, gather13, gather2, w13.shape, limit)
+
+
+_Gather = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _experts(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    gather13: _Gather,
+    gather2: _Gather,
+    shape13: tuple[int, ...],
+    limit: float,
+) -> torch.Tensor:
+    """routed_experts, where gather13 and gather2 make fp32 copies of some experts' matrices."""
     (count, top_k), hidden = experts.shape, x.shape[1]
-    expert_count, wide = w13.shape[:2]
+    expert_count, wide = shape13[:2]
     blocks, block_rows = _block_grid(count * top_k, expert_count)
     block_expert, block_pairs, pair_row = _permutation(experts, expert_count, blocks, block_rows)
     rows = x.float().index_select(0, block_pairs // top_k).view(blocks, block_rows, hidden)
@@ -90,9 +130,9 @@ def routed_experts(
     step = max(1, _GATHERED_ELEMENTS // (wide * hidden))
     for first in range(0, blocks, step):
         chunk = slice(first, first + step)
-        gate_up = torch.bmm(rows[chunk], _gather(w13, block_expert[chunk]).mT)
+        gate_up = torch.bmm(rows[chunk], gather13(block_expert[chunk]).mT)
         activated = swiglu(gate_up, limit=limit)
-        torch.bmm(activated, _gather(w2, block_expert[chunk]).mT, out=outputs[chunk])
+        torch.bmm(activated, gather2(block_expert[chunk]).mT, out=outputs[chunk])
     of_token = outputs.view(-1, hidden).index_select(0, pair_row).view(count, top_k, hidden)
     return torch.bmm(weights.unsqueeze(1), of_token).squeeze(1)
 
@@ -111,6 +151,20 @@ def _weights(scores: torch.Tensor, experts: torch.Tensor, scale: float) -> torch
 def _gather(weight: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
     """fp32 copies of some experts' matrices: [E, n, m], [blocks] -> [blocks, n, m]."""
     return weight.index_select(0, experts).float()
+
+
+def _gather_fp4(weight: FP4Matrices, experts: torch.Tensor) -> torch.Tensor:
+    """fp32 values of some experts' matrices: [blocks] -> [blocks, n, m]."""
+    _, rows, columns = weight.shape
+    codes = weight.codes.index_select(0, experts).view(-1, columns // 2)
+    scales = weight.scales.index_select(0, experts).view(codes.shape[0], -1)
+    if weight.group == dequant.MXFP4_GROUP:
+        values = dequant.mxfp4(codes, scales)
+    else:
+        values = dequant.nvfp4(codes, scales, weight.factors.new_ones(1))
+    factors = weight.factors.index_select(0, experts)[..., None, None]
+    values = values.view(-1, weight.parts, rows // weight.parts, columns) * factors
+    return values.view(-1, rows, columns)
 
 
 def _block_grid(pairs: int, experts: int) -> tuple[int, int]:

@@ -9,7 +9,9 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import nn
 
+from sglang_dsv4.moe.fp4 import FP4Matrices
 from sglang_dsv4.settings import parse_assignments
 
 VARIABLE = "SGLANG_DSV4_OPS"
@@ -108,6 +110,8 @@ _SPARSE_ATTENTION = (
     _ATTENTION[-1],
 )
 _MOE = (_triton("sglang_dsv4.moe.kernels_triton"), _reference("sglang_dsv4.moe"))
+_EXPERTS_FP4 = (_triton("sglang_dsv4.moe.kernels_triton_fp4"), _MOE[-1])
+_EXPERTS = (_triton("sglang_dsv4.moe.kernels_triton_experts"), _MOE[-1])
 
 # op -> providers, best first
 PROVIDERS: Mapping[str, tuple[Provider, ...]] = MappingProxyType(
@@ -127,7 +131,8 @@ PROVIDERS: Mapping[str, tuple[Provider, ...]] = MappingProxyType(
         "sparse_attention": _SPARSE_ATTENTION,
         "route_scored": _MOE,
         "route_hashed": _MOE,
-        "routed_experts": _MOE,
+        "routed_experts": _EXPERTS,
+        "routed_experts_fp4": _EXPERTS_FP4,
         "swiglu": _MOE,
     }
 )
@@ -155,6 +160,7 @@ class Ops:
     route_scored: Op
     route_hashed: Op
     routed_experts: Op
+    routed_experts_fp4: Op
     swiglu: Op
     machine: Machine
     providers: Mapping[str, str]
@@ -193,6 +199,16 @@ def prepare_attention(
     module = importlib.import_module(ops.sparse_attention.__module__)
     if hasattr(module, "prepare"):
         module.prepare(tokens, heads, width, scale=scale, device=device)
+
+
+def pack_experts(ops: Ops, model: nn.Module) -> None:
+    """Have the provider of routed_experts_fp4 order the codes in `model` as it reads them, in
+    place, one stack of matrices after the other. Once, after they were loaded."""
+    module = importlib.import_module(ops.routed_experts_fp4.__module__)
+    if hasattr(module, "pack"):
+        for part in model.modules():
+            if isinstance(part, FP4Matrices):
+                module.pack(part)
 
 
 def parse(named: str) -> dict[str, str]:

@@ -24,18 +24,16 @@ class Census:
 
     def __init__(self) -> None:
         self.examples: dict[tuple[str, str], str] = {}
-        self._layers: dict[tuple[str, str], set[int | None]] = {}
-        self._run: dict[tuple[str, str], str] = {}
+        self._layers: dict[tuple[str, str, str], set[int | None]] = {}
 
     def add(self, row: Row, layer: int | None, held: str, name: str, run: str = "") -> None:
         """Count a weight of a layer, None outside them; name: in the file.
 
         held: its format in the checkpoint. run: in words, what is made of it.
         """
-        key = component(row.vendor_name), held
-        self._run[key] = run
-        self.examples.setdefault(key, name)
-        self._layers.setdefault(key, set()).add(layer)
+        what = component(row.vendor_name)
+        self.examples.setdefault((what, held), name)
+        self._layers.setdefault((what, held, run), set()).add(layer)
 
     def quantised(self) -> set[str]:
         """The quantised formats that some weight has."""
@@ -45,16 +43,16 @@ class Census:
         """ "attn.wkv: FP8 in the checkpoint -> BF16 at load, 61 layers", for each component."""
         low = {key for key, _ in self.quantised_floor()}
         return [
-            f"{what}: {held} in the checkpoint -> {self._run[what, held]}"
-            f"{self._in_layers(what, held)}{' (below the floor)' * ((what, held) in low)}"
-            for what, held in sorted(self.examples)
+            f"{what}: {held} in the checkpoint -> {run}"
+            f"{_in_layers(layers)}{' (below the floor)' * ((what, held) in low)}"
+            for (what, held, run), layers in sorted(self._layers.items())
         ]
 
     def below_the_floor(self) -> list[str]:
         """A line for each component that the checkpoint holds in less than it needs."""
         return [
-            f"{what}: {held} in the checkpoint{self._in_layers(what, held)}: below the floor"
-            f" ({floor}: bf16); run in BF16, but what rounding took from it is lost"
+            f"{what}: {held} in the checkpoint{_in_layers(self._layers_of(what, held))}: below the"
+            f" floor ({floor}: bf16); run in BF16, but what rounding took from it is lost"
             for (what, held), floor in self.quantised_floor()
         ]
 
@@ -65,6 +63,12 @@ class Census:
             if floor is not None and held in QUANTISED:
                 yield (what, held), floor
 
-    def _in_layers(self, what: str, held: str) -> str:
-        layers = len(self._layers[what, held] - {None})
-        return f", {layers} layer{'s' * (layers > 1)}" if layers else ""
+    def _layers_of(self, what: str, held: str) -> set[int | None]:
+        """The layers of a component in this format, whatever is made of it."""
+        found = (layers for (*key, _), layers in self._layers.items() if key == [what, held])
+        return set().union(*found)
+
+
+def _in_layers(layers: set[int | None]) -> str:
+    count = len(layers - {None})
+    return f", {count} layer{'s' * (count > 1)}" if count else ""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang_dsv4.nano_demo_plot import require_matplotlib
+from sglang_dsv4.settings import Settings
 
 if TYPE_CHECKING:  # torch is slow to import, and --help needs none of it
     from sglang_dsv4.inspection import Deployment, Held, Inspection
@@ -20,6 +21,9 @@ Reads config.json and the headers of the safetensors in CKPT, no values, and tel
 checkpoint holds of each component, what it runs in, every tensor that is missing, unknown or
 wrong, what one rank needs of its device's memory, and whether it can be served. The server makes
 the same check when it starts. Needs no GPU.
+
+Routed experts in MXFP4 or NVFP4 stay in four bits on a GPU; the verdict says what is kept and what
+becomes dense. SGLANG_DSV4_PRECISION=routed_experts=bf16 shows what it takes to keep none.
 
 The memory of a device is that of --gpu, or --memory-gib; without either nothing is judged by it.
 What fits beside the weights is by arithmetic and an upper bound: SGLang's own limits may be lower.
@@ -143,6 +147,7 @@ def _drawn(arguments: argparse.Namespace) -> dict[str, str]:
 def _deployment(arguments: argparse.Namespace) -> "Deployment":
     import torch
 
+    from sglang_dsv4 import precision
     from sglang_dsv4.inspection import Deployment
     from sglang_dsv4.memory_plan import GIB, GPUS
     from sglang_dsv4.nano_demo_server import UsageError
@@ -162,6 +167,7 @@ def _deployment(arguments: argparse.Namespace) -> "Deployment":
         device_name=name,
         fraction=arguments.mem_fraction,
         context=arguments.context,
+        routed_experts=precision.parse(Settings.read().precision).routed_experts,
     )
 
 
@@ -178,6 +184,7 @@ def report(found: "Inspection") -> dict[str, Any]:
         "verdict": found.verdict.value,
         "refusals": found.refusals,
         "conversions": found.conversions,
+        "kept": found.kept,
         "warnings": found.warnings,
         "config": config_dialect(found.folder),
     }
@@ -250,7 +257,7 @@ def _memory(plan: "Plan", deployment: "Deployment") -> dict[str, Any]:
 
 def render(found: "Inspection") -> str:
     """The same for people: the verdict first, then what it rests on."""
-    blocks = [_block(f"{found.folder}: {found.verdict.value}", _reasons(found))]
+    blocks = [_block(f"{found.folder}: {found.verdict.value}", found.reasons)]
     if found.warnings:
         blocks.append(_block("warnings", found.warnings))
     blocks.append(_block("checkpoint", _table(_checkpoint(found))))
@@ -259,10 +266,6 @@ def render(found: "Inspection") -> str:
     if found.plan is not None:
         blocks.append(_block(_device(found.plan, found.deployment), _table(_needs(found.plan))))
     return "\n\n".join(blocks)
-
-
-def _reasons(found: "Inspection") -> list[str]:
-    return found.refusals or found.conversions
 
 
 def _block(title: str, lines: list[str]) -> str:

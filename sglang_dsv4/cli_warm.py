@@ -13,6 +13,7 @@ from sglang_dsv4.config import DSV4Config
 from sglang_dsv4.settings import Settings, SettingsError
 
 if TYPE_CHECKING:
+    from sglang_dsv4.expert_storage import HeldByLayer
     from sglang_dsv4.warmup import Target
 
 BUILD_FAILED = 1
@@ -23,7 +24,9 @@ in each variant that the model's shapes lead to, and the modules of SGLang and F
 compiled at first use. What is built already is found and left alone. Nothing is downloaded, no
 weights are read, and little GPU memory is used. SGLang's own Triton kernels compile at its start.
 
-Which model is said by a checkpoint's folder (its config.json is enough), or by --config.
+Which model is said by a checkpoint's folder (its config.json is enough), or by --config. Whether
+routed experts stay in four bits is told from the headers of its weights, or for want of any by its
+config.json; flash and pro are as they were released, with MXFP4.
 On a machine without a GPU nothing is compiled, and nothing needs warming.
 
 exit codes: 0 warm (or nothing to do), 1 something could not be built, 2 bad command line
@@ -40,6 +43,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "pro": ("pro-2l", {"n_routed_experts": 384}),
     "tiny": ("tiny", {}),
 }
+RELEASED = ("flash", "pro")  # with experts in MXFP4
+NANO = Path(__file__).parent / "nano"
 # Layers of the full models, one of each kind.
 _LAYERS = {"num_hidden_layers": 3, "num_hash_layers": 1, "compress_ratios": [0, 4, 128, 0]}
 
@@ -80,7 +85,8 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             print("nothing needs warming: no GPU here, and on a CPU no kernel is compiled")
         return 0
-    return warm_up(made_target(config, machine, arguments), arguments.json)
+    held = expert_formats(config, arguments.checkpoint, arguments.config)
+    return warm_up(made_target(config, held, machine, arguments), arguments.json)
 
 
 def chosen_config(checkpoint: Path | None, name: str | None) -> DSV4Config:
@@ -90,15 +96,37 @@ def chosen_config(checkpoint: Path | None, name: str | None) -> DSV4Config:
             raise NotADirectoryError(f"{checkpoint} is no folder: name that of a checkpoint")
         return DSV4Config.from_checkpoint(checkpoint)
     if name == "nano":
-        return DSV4Config.from_checkpoint(Path(__file__).parent / "nano")
+        return DSV4Config.from_checkpoint(NANO)
     preset, changes = CONFIGS[name or "tiny"]
     return DSV4Config.from_dict(shipped_config(preset, "bfloat16") | _LAYERS | changes)
 
 
-def made_target(config: DSV4Config, machine: Any, arguments: argparse.Namespace) -> "Target":
-    """What to warm up for; raises SettingsError for a context that the model does not have."""
+def expert_formats(config: DSV4Config, checkpoint: Path | None, name: str | None) -> "HeldByLayer":
+    """How the routed experts are stored: by a checkpoint's headers or, where it has no weights, by
+    its config.json; in a model known by name as in its release."""
+    from sglang_dsv4 import expert_storage, format_claims
+    from sglang_dsv4.checkpoint import CheckpointError
+
+    folder = NANO if name == "nano" else checkpoint
+    if folder is None:
+        said = {"expert_dtype": "fp4"} if name in RELEASED else {}
+        return expert_storage.from_claims(said, config)
+    try:
+        if any(folder.glob("*.safetensors")):
+            return expert_storage.from_headers(folder)
+    except CheckpointError as error:
+        raise SettingsError(str(error)) from error
+    return expert_storage.from_claims(format_claims.read(folder / format_claims.CONFIG), config)
+
+
+def made_target(
+    config: DSV4Config, held: "HeldByLayer", machine: Any, arguments: argparse.Namespace
+) -> "Target":
+    """What to warm up for; held: formats of the routed experts. Raises SettingsError for a context
+    that the model does not have."""
     import torch
 
+    from sglang_dsv4 import expert_storage
     from sglang_dsv4.backends import choose
     from sglang_dsv4.parallel import Parallel
     from sglang_dsv4.warmup import Target
@@ -108,13 +136,22 @@ def made_target(config: DSV4Config, machine: Any, arguments: argparse.Namespace)
     context = arguments.context_length or longest
     if not 1 <= context <= longest:
         raise SettingsError(f"--context-length {context}: the model has 1 to {longest} tokens")
+    chosen = precision.parse(settings.precision)
+    storage = expert_storage.decide(
+        config,
+        held,
+        chosen=chosen.routed_experts,
+        device=machine.device,
+        ranks=arguments.tp_size,
+    )
     return Target(
         config=config,
         ops=choose(machine, settings.ops),
-        precision=precision.parse(settings.precision),
+        precision=chosen,
         parallel=Parallel(size=arguments.tp_size),
         context=context,
         dtype=getattr(torch, arguments.dtype),
+        expert_groups=storage.groups,
     )
 
 

@@ -1,12 +1,13 @@
 """The parts of the model as people call them, and which tensors belong to each."""
 
+EXPERTS = "routed experts"
 # Beginning of a tensor's vendor name within its layer, or in the model -> component; the first that
 # fits counts.
 _BEGINNINGS = (
     ("attn.indexer.", "indexer"),
     ("attn.compressor.", "compressor"),
     ("attn.", "attention"),
-    ("ffn.experts.", "routed experts"),
+    ("ffn.experts.", EXPERTS),
     ("ffn.shared_experts.", "shared expert"),
     ("ffn.gate.", "router"),
     ("hc_", "mHC"),
@@ -16,7 +17,7 @@ _BEGINNINGS = (
 )
 # In the order of a token's way.
 NAMES = (
-    *("embedding", "attention", "compressor", "indexer", "router", "routed experts"),
+    *("embedding", "attention", "compressor", "indexer", "router", EXPERTS),
     *("shared expert", "mHC", "norms", "head"),
 )
 assert set(NAMES) == {name for _, name in _BEGINNINGS}

@@ -161,10 +161,13 @@ def _every_byte(dtype: torch.dtype, device: torch.device) -> Tensor:
 @cache
 def _every_pair(device: torch.device) -> Tensor:
     """[256]: the two E2M1 numbers in each byte, fp32, seen as one element of 8 bytes."""
-    numbers = [*E2M1, *(-value for value in E2M1)]
-    codes = torch.tensor(numbers, dtype=torch.float32, device=device)  # whatever the default is
-    pairs = torch.stack([codes.repeat(16), codes.repeat_interleave(16)], dim=1)
-    return pairs.view(torch.float64).view(-1)
+    # By arithmetic and not from E2M1: a captured step may not copy from the host.
+    byte = torch.arange(256, dtype=torch.int32, device=device)
+    code = torch.stack([byte & 15, byte >> 4], dim=1)
+    exponent, mantissa = code >> 1 & 3, code & 1
+    doubled = torch.where(exponent == 0, mantissa, (2 + mantissa) << (exponent - 1).clamp(min=0))
+    size = doubled.float() / 2
+    return torch.where(code < 8, size, -size).view(torch.float64).view(-1)
 
 
 def _looked_up(codes: Tensor, table: Tensor) -> Tensor:

@@ -6,6 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sglang_dsv4 import precision
+from sglang_dsv4.components import EXPERTS
+from sglang_dsv4.settings import Settings
+
 if TYPE_CHECKING:  # torch is slow to import, and --help needs none of it
     from sglang_dsv4.backends import Machine
     from sglang_dsv4.inspection import Inspection
@@ -43,11 +47,13 @@ def check_checkpoint(folder: Path, ranks: int = 1) -> list[Row]:
     from sglang_dsv4.inspection import Deployment, Inspection
 
     machine = Machine.probe()
+    chosen = precision.parse(Settings.read().precision)
     deployment = Deployment(
         tensor_parallel=ranks,
         device=machine_memory(machine),
         device_name=f"this machine's {machine.name}",
         shared=machine.capability is None,
+        routed_experts=chosen.routed_experts,
     )
     found = Inspection(folder, deployment)
     if found.config is None:
@@ -57,6 +63,7 @@ def check_checkpoint(folder: Path, ranks: int = 1) -> list[Row]:
         _weights(found),
         _draft_head(found),
         _ranks(found),
+        _experts(found),
         *_memory(found),
     ]
 
@@ -103,6 +110,16 @@ def _ranks(found: "Inspection") -> Row:
     sizes = ", ".join(map(str, tensor_parallel_sizes(found.config)))
     ranks = found.deployment.tensor_parallel
     return Row("tensor parallel", "ok", f"{ranks}; sizes that work: {sizes}")
+
+
+def _experts(found: "Inspection") -> Row:
+    """Whether routed experts stay in four bits."""
+    if refused := found.refused.get("experts"):
+        return Row("routed experts", "fail", "\n".join(refused))
+    notes = found.warned.get("experts", [])
+    runs = (row for row in found.holdings if row.component == EXPERTS)
+    held = [f"{row.held} -> {row.run}, {row.layers} layers" for row in runs]
+    return Row("routed experts", "warn" if notes else "ok", "\n".join([", ".join(held), *notes]))
 
 
 def _memory(found: "Inspection") -> list[Row]:

@@ -20,13 +20,16 @@ _FP8 = TensorFormat.FP8.value
 _MXFP4 = TensorFormat.MXFP4.value
 _NVFP4 = (TensorFormat.NVFP4.value, TensorFormat.COMPRESSED_TENSORS.value)
 
+# By either names.
+_AN_EXPERT = ("layers.0.ffn.experts.0.w1.weight", "model.layers.0.mlp.experts.0.gate_proj.weight")
+
 
 def contradictions(folder: Path, census: Census) -> list[str]:
     """One line for each thing that the config files in `folder` say and the tensors deny."""
     found = census.quantised()
-    quantisation = _read(folder / CONFIG).get("quantization_config") or {}
-    expert_dtype = _read(folder / CONFIG).get("expert_dtype")
-    modelopt = _read(folder / MODELOPT_CONFIG).get("quantization") or {}
+    quantisation = read(folder / CONFIG).get("quantization_config") or {}
+    expert_dtype = read(folder / CONFIG).get("expert_dtype")
+    modelopt = read(folder / MODELOPT_CONFIG).get("quantization") or {}
     if not isinstance(quantisation, dict) or not isinstance(modelopt, dict):
         return [f"{CONFIG}: quantization_config is no object; what it says is not compared"]
     lines = list(_about_experts(expert_dtype, census))
@@ -40,10 +43,23 @@ def contradictions(folder: Path, census: Census) -> list[str]:
     return lines
 
 
-def _read(path: Path) -> dict[str, Any]:
+def experts(raw: Mapping[str, Any]) -> TensorFormat | None:
+    """The format of the routed experts by a config.json alone; None where it names none."""
+    said = _mapping(raw, "quantization_config")
+    ignored = _texts(said.get("ignore"))
+    spared = any(_match(name, ignored) for name in _AN_EXPERT)
+    if "NVFP4" in _algorithms(said, _groups(said)) and not spared:
+        packed = str(said.get("quant_method")).startswith("compressed")
+        return TensorFormat.COMPRESSED_TENSORS if packed else TensorFormat.NVFP4
+    by_dtype = {"fp4": TensorFormat.MXFP4, "fp8": TensorFormat.FP8}
+    return by_dtype.get(str(raw.get("expert_dtype")))
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The content of a config file; empty where it is none, which is for others to tell."""
     try:
         content = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):  # for others to tell
+    except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
 
@@ -61,9 +77,7 @@ def _about_experts(dtype: Any, census: Census) -> Iterator[str]:
 
 def _about(said: Mapping[str, Any], found: set[str], census: Census) -> Iterator[str]:
     """The contradictions of one quantisation section."""
-    groups = [
-        group for group in _mapping(said, "config_groups").values() if isinstance(group, dict)
-    ]
+    groups = _groups(said)
     words = _algorithms(said, groups)
     if "NVFP4" in words and not found.intersection(_NVFP4):
         yield f"it says NVFP4, no tensor is ({_list(found) or 'none is quantised'})"
@@ -83,6 +97,10 @@ def _about(said: Mapping[str, Any], found: set[str], census: Census) -> Iterator
     others = {held for held in found if held not in _NVFP4}
     if "Linear" in targets and "NVFP4" in words and others:
         yield f"it makes every Linear NVFP4, some are {_list(others)}"
+
+
+def _groups(said: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [group for group in _mapping(said, "config_groups").values() if isinstance(group, dict)]
 
 
 def _mapping(said: Mapping[str, Any], key: str) -> Mapping[str, Any]:

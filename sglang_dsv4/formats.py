@@ -98,6 +98,9 @@ LAYOUTS = {
     ),
 }
 
+# Format -> values that share a scale, of those with two codes in a byte.
+FOUR_BITS = {form: layout.columns for form, layout in LAYOUTS.items() if layout.packed == 2}
+
 DTYPES = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
@@ -265,9 +268,31 @@ class Stored:
             chunk = range(max(top, rows.start), min(top + step, rows.stop))
             down = _blocks(chunk, layout.rows)
             cut = [_cut(t, part, layout, down, across) for part, t in tensors.items()]
-            values = layout.dequantise(*(tensor.to(region.device) for tensor in cut))
+            values = layout.dequantise(*(t.contiguous().to(region.device) for t in cut))
             values = values[chunk.start - top :, left:][: len(chunk), : len(columns)]
             region[chunk.start - rows.start : chunk.stop - rows.start].copy_(values)
+
+    def four_bits(
+        self, rows: range, columns: range, *, matrix: int, matrices: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Views of a matrix [rows, columns] as it is stored: codes [rows, columns/2] and scales
+        [rows, columns/group] as uint8, and what multiplies them all, one fp32 (1 in MXFP4).
+
+        The format is one of FOUR_BITS, columns begin and end with a group; else as in `fill`.
+        """
+        layout = LAYOUTS[self.format]
+        tensors, first = self._matrix(layout, matrix, matrices)
+        down = range(first + rows.start, first + rows.stop)
+        across = _blocks(columns, layout.columns)
+        assert len(across) * layout.columns == len(columns), columns
+        codes, scales = (
+            _cut(tensors[part], part, layout, down, across).view(torch.uint8)
+            for part in (Part.WEIGHT, Part.SCALE)
+        )
+        factor = tensors.get(Part.GLOBAL, torch.ones((), dtype=torch.float32))
+        if Part.RECIPROCAL in tensors:
+            factor = 1 / tensors[Part.RECIPROCAL]
+        return codes, scales, factor.reshape(())
 
     def _matrix(self, layout: Layout, matrix: int, matrices: int) -> tuple[dict[Part, Tensor], int]:
         """The 2-dimensional parts that hold a matrix, and the row of them where it begins."""
@@ -296,7 +321,7 @@ def _blocks(values: range, size: int) -> range:
 
 
 def _cut(tensor: Tensor, part: Part, layout: Layout, down: range, across: range) -> Tensor:
-    """What of a part belongs to the given blocks, contiguous."""
+    """The view of what of a part belongs to the given blocks."""
     if part in _GLOBAL:
         return tensor
     height, width = 1, 1
@@ -304,4 +329,4 @@ def _cut(tensor: Tensor, part: Part, layout: Layout, down: range, across: range)
         height, width = layout.rows, layout.columns // layout.packed
     return tensor[
         down.start * height : down.stop * height, across.start * width : across.stop * width
-    ].contiguous()
+    ]

@@ -1,7 +1,9 @@
 """The decode step that graph safety looks at: a small model of ours over caches of its own."""
 
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from itertools import cycle
+from types import MappingProxyType
 from typing import TypeVar
 
 import torch
@@ -10,15 +12,21 @@ from torch import nn
 from sglang_dsv4 import precision, tiny_weights, weights
 from sglang_dsv4.attention.cache import PAGE, LayerCache, allocate
 from sglang_dsv4.attention.metadata import Batch, Metadata, build, list_width
-from sglang_dsv4.backends import Ops, prepare_attention
+from sglang_dsv4.backends import Ops, pack_experts, prepare_attention
+from sglang_dsv4.components import EXPERTS, component_of
 from sglang_dsv4.config import DSV4Config
+from sglang_dsv4.dequant import MXFP4_GROUP, NVFP4_GROUP
 from sglang_dsv4.model import Model
 from sglang_dsv4.parallel import Parallel
 from sglang_dsv4.parameters import Weight
 from sglang_dsv4.precision import Precision
+from sglang_dsv4.tensor_table import layer_of
 
 CONTEXT = 1024  # tokens that a request may have: the bound that the host knows
 PAGES = CONTEXT // PAGE  # of one request
+# How layers hold their routed experts, in turns after a dense one: keys of `tiny_formats.ENCODERS`,
+# and how many values share a scale.
+GROUPS = {"mxfp4": MXFP4_GROUP, "nvfp4": NVFP4_GROUP}
 
 T = TypeVar("T")
 
@@ -26,10 +34,18 @@ T = TypeVar("T")
 class SmallLM(nn.Module):
     """Body and LM head under the names that the loader knows, without a server."""
 
-    def __init__(self, config: DSV4Config, ops: Ops, chosen: Precision, parallel: Parallel) -> None:
+    def __init__(
+        self,
+        config: DSV4Config,
+        ops: Ops,
+        chosen: Precision,
+        parallel: Parallel,
+        expert_groups: Mapping[int, int] = MappingProxyType({}),
+    ) -> None:
+        """expert_groups: see `model.Model`."""
         super().__init__()
         self.ops = ops
-        self.model = Model(config, chosen, ops, parallel)
+        self.model = Model(config, chosen, ops, parallel, expert_groups)
         self.head = Weight(config.vocab_size // parallel.size, config.hidden_size)
 
     def forward(
@@ -41,19 +57,31 @@ class SmallLM(nn.Module):
 
 
 def small_lm(config: DSV4Config, ops: Ops, device: str, dtype: torch.dtype) -> SmallLM:
-    """The model with random weights, or with no values at all on "meta"."""
+    """The model with random weights, or with no values at all on "meta".
+
+    Its layers' routed experts are dense, in MXFP4 and in NVFP4, in turns.
+    """
     previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
-    lm = SmallLM(config, ops, precision.parse(""), Parallel())
+    in_turns = zip(range(config.num_hidden_layers), cycle([None, *GROUPS]), strict=False)
+    stored = {layer: how for layer, how in in_turns if how is not None}
+    groups = {layer: GROUPS[how] for layer, how in stored.items()}
+    lm = SmallLM(config, ops, precision.parse(""), Parallel(), groups)
     torch.set_default_dtype(previous)
     if device == "meta":
         return lm.to(device)
-    drawn = (
-        (entry.name, tiny_weights.values(entry, torch.float32, seed=0))
-        for entry in tiny_weights.vendor_entries(config)
-    )
-    weights.load(lm, drawn, config, rank=0, size=1)
-    return lm.to(device)
+    weights.load(lm, _drawn(config, stored), config, rank=0, size=1)
+    lm.to(device)
+    pack_experts(ops, lm)
+    return lm
+
+
+def _drawn(config: DSV4Config, stored: Mapping[int, str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Random weights; stored: layer -> how its routed experts are encoded."""
+    for entry in tiny_weights.vendor_entries(config):
+        layer = layer_of(entry.name) if component_of(entry.name) == EXPERTS else None
+        how = None if layer is None else stored.get(layer)
+        yield from tiny_weights.tensors(replace(entry, stored=how), torch.float32, seed=0).items()
 
 
 def caches(

@@ -37,6 +37,7 @@ from sglang_dsv4.parallel import Parallel
 
 logger = logging.getLogger(__name__)
 
+WITH_HEADERS = ("auto", "safetensors")  # values of --load-format that read safetensors
 RAW_CONFIG = "dsv4_raw_config"  # attribute of the host's config that keeps our config.json
 
 
@@ -79,6 +80,16 @@ def raw_config(config: Any) -> dict[str, Any]:
 def checkpoint_folder() -> Path:
     """Where the checkpoint lies."""
     return Path(get_model().model_path)
+
+
+def has_headers() -> bool:
+    """Whether the weights can be looked at before they are loaded: a folder of safetensors."""
+    return get_model().load_format in WITH_HEADERS and checkpoint_folder().is_dir()
+
+
+def loads_dummies() -> bool:
+    """Whether the host fills the model with random weights instead of loading any."""
+    return bool(get_model().load_format == "dummy")
 
 
 def parallel() -> Parallel:

@@ -4,6 +4,7 @@ The server's start, `sglang-dsv4 inspect` and `sglang-dsv4 doctor` all ask here.
 """
 
 import json
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -13,19 +14,25 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sglang_dsv4.components import NAMES
+from sglang_dsv4 import expert_storage, format_claims
+from sglang_dsv4.census import QUANTISED
+from sglang_dsv4.components import EXPERTS, NAMES
 from sglang_dsv4.config import ConfigError, DSV4Config
-from sglang_dsv4.formats import DTYPE_NAMES, TensorFormat
+from sglang_dsv4.expert_storage import ExpertStorage, HeldByLayer
+from sglang_dsv4.formats import DTYPE_NAMES
 from sglang_dsv4.memory_plan import (
     GIB,
     CacheSizes,
     Plan,
+    four_bit_bytes,
     memory_dtype,
     parameter_counts,
     weight_bytes,
 )
+from sglang_dsv4.precision import AUTO
+from sglang_dsv4.settings import SettingsError
 from sglang_dsv4.survey import Survey
-from sglang_dsv4.tensor_table import Slot, expected_tensors
+from sglang_dsv4.tensor_table import Kept, Slot, expected_tensors
 
 CONTEXT = 32768  # tokens of a request where nobody says otherwise, if the model was made for more
 
@@ -44,6 +51,7 @@ class Deployment:
     device: bytes of a device's memory, None if unknown. device_name: for messages.
     shared: it is a CPU, whose memory all ranks share; too little of it is warned of, not refused.
     fraction: of the device, for weights and cache. context: tokens of a request, None for CONTEXT.
+    routed_experts: the component's value, of `precision`; shared says where "auto" runs.
     """
 
     tensor_parallel: int = 1
@@ -54,10 +62,12 @@ class Deployment:
     shared: bool = False
     fraction: float = 0.9
     context: int | None = None
+    routed_experts: str = AUTO
 
 
 class Held(NamedTuple):
-    """Weights of a component in one format, and what they run in.
+    """Weights of a component in one format, and what they run in; if they are quantised and run in
+    the same format, they stay in four bits.
 
     bytes: in the files, with their scales. memory: in the memory of all ranks together, each rank's
     copy of what ranks do not share counted once.
@@ -78,7 +88,7 @@ class Inspection:
 
     config: None where config.json cannot be served. survey: None without a config, or where the
         headers were not read. plan: None where the ranks cannot share the model.
-    refused: why it cannot be served, by subject: config, ranks, weights, memory.
+    refused: why it cannot be served, by subject: config, ranks, weights, experts, memory.
     warned: what should be known though it serves, by the same.
     """
 
@@ -90,11 +100,13 @@ class Inspection:
         overrides: Mapping[str, Any] | None = None,
         headers: bool = True,
     ) -> None:
-        """overrides: of fields of config.json. headers: whether to look at the weights at all.
+        """overrides: of fields of config.json. headers: whether to look at the weights at all; if
+        not, what config.json says of the routed experts is believed.
 
         Raises NotADirectoryError where `folder` is none.
         """
         self.folder, self.deployment = Path(folder), deployment
+        self._overrides = dict(overrides or {})
         if not self.folder.is_dir():
             raise NotADirectoryError(f"{folder} is no folder: name that of a checkpoint")
         self.refused: dict[str, list[str]] = {}
@@ -111,6 +123,7 @@ class Inspection:
             self.survey = Survey(self.folder, self.config)
         self._judge_ranks(self.config)
         self._judge_weights()
+        self._judge_experts(self.config)
         self._judge_memory(self.config)
 
     # ---- what it says ----
@@ -130,6 +143,12 @@ class Inspection:
         return Verdict.CONVERTS if self.conversions else Verdict.SERVES
 
     @property
+    def kept(self) -> list[str]:
+        """A line for each format that stays in memory as it is stored, though it is quantised."""
+        rows = [row for row in self.holdings if row.held == row.run and row.held in QUANTISED]
+        return [f"{row.held} kept: {row.weights:,} weights ({row.component})" for row in rows]
+
+    @property
     def conversions(self) -> list[str]:
         """A line for each format that does not run as it is stored."""
         changed: dict[tuple[str, str], list[Held]] = {}
@@ -142,10 +161,15 @@ class Inspection:
             for (held, run), rows in sorted(changed.items())
         ]
 
+    @property
+    def reasons(self) -> list[str]:
+        """What the verdict rests on."""
+        return self.refusals or [*self.conversions, *self.kept]
+
     def told(self) -> str:
         """The verdict and its reasons, for a log or a refusal."""
         verdict = f"{self.folder}: {self.verdict.value}"
-        reasons = self.refusals or self.conversions
+        reasons = self.reasons
         return "\n".join([verdict, *reasons]) if reasons else verdict
 
     @cached_property
@@ -158,13 +182,24 @@ class Inspection:
     @property
     def holdings(self) -> list[Held]:
         """What there is of each component, in the model's order and by format."""
-        rows = []
+        sums: defaultdict[tuple[str, str, Kept, str], Counter[str]] = defaultdict(Counter)
+        groups = self._storage(self.deployment.tensor_parallel).groups
         holdings = self.survey.holdings if self.survey else {}
-        for (component, held, kept), found in holdings.items():
-            dtype = memory_dtype(kept, _FORMATS.get(held, TensorFormat.DENSE), self.deployment.run)
-            row = (component, held, DTYPE_NAMES[dtype], found.weights, len(found.layers))
-            rows.append(Held(*row, found.values, found.bytes, found.values * dtype.itemsize))
-        return sorted(rows, key=lambda row: (NAMES.index(row.component), row.held))
+        for (component, held, kept, layer), found in holdings.items():
+            dtype = memory_dtype(kept, self.deployment.run)
+            run, memory = DTYPE_NAMES[dtype], found.values * dtype.itemsize
+            group = None if layer is None or component != EXPERTS else groups.get(layer)
+            if group is not None:
+                run, memory = held, four_bit_bytes(found.values, group, found.weights)
+            sums[component, held, kept, run].update(
+                weights=found.weights,
+                layers=int(layer is not None),
+                values=found.values,
+                bytes=found.bytes,
+                memory=memory,
+            )
+        rows = [Held(what, held, run, **sum_) for (what, held, _, run), sum_ in sums.items()]
+        return sorted(rows, key=lambda row: (NAMES.index(row.component), row.held, row.run))
 
     @property
     def parameters(self) -> tuple[int, int]:
@@ -174,8 +209,7 @@ class Inspection:
 
     def weights_of_a_rank(self, ranks: int) -> int:
         """Bytes in memory, as this version holds weights."""
-        formats = self.survey.formats if self.survey else {}
-        return weight_bytes(self.slots, formats, self.deployment.run, ranks)
+        return weight_bytes(self.slots, self.deployment.run, ranks, self._storage(ranks).groups)
 
     # ---- how it judges ----
 
@@ -196,6 +230,41 @@ class Inspection:
         if self.survey is not None:
             self.refused["weights"] = self.survey.fault_lists()
             self.warned["weights"] = [*self.survey.below_the_floor, *self.survey.contradictions]
+
+    def _judge_experts(self, config: DSV4Config) -> None:
+        if self.deployment.tensor_parallel not in tensor_parallel_sizes(config):
+            return
+        try:
+            notes = self._decided(config, self.deployment.tensor_parallel).notes
+        except SettingsError as error:
+            self.refused["experts"] = [str(error)]
+        else:
+            self.warned["experts"] = list(notes)
+
+    def _storage(self, ranks: int) -> ExpertStorage:
+        """What so many ranks keep in four bits; nothing where that is refused."""
+        try:
+            return ExpertStorage() if self.config is None else self._decided(self.config, ranks)
+        except SettingsError:
+            return ExpertStorage()
+
+    def _decided(self, config: DSV4Config, ranks: int) -> ExpertStorage:
+        wanted = self.deployment
+        return expert_storage.decide(
+            config,
+            self._expert_formats,
+            chosen=wanted.routed_experts,
+            device="cpu" if wanted.shared else "cuda",
+            ranks=ranks,
+        )
+
+    @cached_property
+    def _expert_formats(self) -> HeldByLayer:
+        if self.survey is not None:
+            return expert_storage.from_formats(self.survey.formats)
+        assert self.config is not None
+        raw = format_claims.read(self.folder / format_claims.CONFIG) | self._overrides
+        return expert_storage.from_claims(raw, self.config)
 
     def _judge_memory(self, config: DSV4Config) -> None:
         wanted = self.deployment
@@ -255,9 +324,6 @@ class Inspection:
             if ranks > self.deployment.tensor_parallel and plan.pages:
                 return f"--tp-size {ranks} would do: {plan.weights / GIB:.1f} GiB each."
         return "No number of ranks that can share this model is enough: use larger devices."
-
-
-_FORMATS = {form.value: form for form in TensorFormat}
 
 
 def tensor_parallel_sizes(config: DSV4Config) -> list[int]:

@@ -6,13 +6,13 @@ All sizes are bytes. The server sizes its pools by the same arithmetic (`host.Po
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
 from sglang_dsv4.attention.cache import PAGE, RING, entries_per_page
 from sglang_dsv4.config import DSV4Config, LayerKind
-from sglang_dsv4.formats import TensorFormat
-from sglang_dsv4.tensor_table import Kept, Slot
+from sglang_dsv4.tensor_table import Kept, Slot, layer_of
 
 GIB = 1 << 30
 # What SGLang takes for this model where nobody says otherwise: window rows for each token of the
@@ -29,28 +29,40 @@ GPUS = {"A100-40": 39, "A100-80": 79, "L40S": 44, "H100": 79, "H200": 139, "B200
 # -------------------------------------------------------------------------------------- weights
 
 
-def memory_dtype(kept: Kept, stored: TensorFormat, run: torch.dtype) -> torch.dtype:
-    """The dtype in which a weight lies in memory.
+def memory_dtype(kept: Kept, run: torch.dtype) -> torch.dtype:
+    """The dtype in which a weight lies in memory, unless it stays in four bits.
 
-    kept: what its parameter wants. stored: its format in the checkpoint, of which nothing is left:
-    quantised weights are dequantised while they load. run: the dtype in which the model runs.
+    kept: what its parameter wants. run: the dtype in which the model runs.
     """
     return {Kept.FP32: torch.float32, Kept.INT64: torch.int64}.get(kept, run)
 
 
+def four_bit_bytes(values: int, group: int, matrices: int) -> int:
+    """Of `moe.fp4.FP4Matrices`: half a byte a value, a scale for each group of values, and a factor
+    in FP32 for each matrix of the checkpoint."""
+    return values // 2 + values // group + matrices * torch.float32.itemsize
+
+
 def weight_bytes(
-    slots: Mapping[str, Slot], stored: Mapping[str, TensorFormat], run: torch.dtype, ranks: int
+    slots: Mapping[str, Slot],
+    run: torch.dtype,
+    ranks: int,
+    expert_groups: Mapping[int, int] = MappingProxyType({}),
 ) -> int:
     """Weights of one of `ranks` ranks, which share what the table lets them.
 
-    slots: as `tensor_table.expected_tensors` gives them. stored: format in the checkpoint by the
-    same names; what is not there counts as dense.
+    slots: as `tensor_table.expected_tensors` gives them. expert_groups: layer -> values that share
+    a scale, of the layers whose routed experts stay in four bits: see `expert_storage`.
     """
     total = 0
     for name, slot in slots.items():
         values = math.prod(slot.shape) // (1 if slot.row.cut is None else ranks)
-        form = stored.get(name, TensorFormat.DENSE)
-        total += values * memory_dtype(slot.row.kept, form, run).itemsize
+        layer = None if slot.expert is None else layer_of(name)
+        group = None if layer is None else expert_groups.get(layer)
+        if group is None:
+            total += values * memory_dtype(slot.row.kept, run).itemsize
+        else:
+            total += four_bit_bytes(values, group, matrices=1)
     return total
 
 

@@ -1,5 +1,8 @@
 """DeepSeek-V4 without its host: embedding, layers with hyper-connected streams, collapse, norm."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import torch
 from torch import nn
 from torch.nn import functional
@@ -25,7 +28,9 @@ class DecoderLayer(nn.Module):
         chosen: Precision,
         ops: Ops,
         parallel: Parallel,
+        expert_group: int | None = None,
     ) -> None:
+        """expert_group: see `moe.layer.MoE`."""
         super().__init__()
         self.ops = ops
         self.eps = config.rms_norm_eps
@@ -37,7 +42,7 @@ class DecoderLayer(nn.Module):
         self.attn_norm = Weight(config.hidden_size)
         self.attn = Attention(config, layer_id, chosen, ops, parallel)
         self.ffn_norm = Weight(config.hidden_size)
-        self.ffn = MoE(config, layer_id, ops, parallel)
+        self.ffn = MoE(config, layer_id, ops, parallel, expert_group)
         mixes, width = (2 + config.hc_mult) * config.hc_mult, config.hc_mult * config.hidden_size
         for site in ("attn", "ffn"):
             setattr(self, f"hc_{site}_fn", tensor(mixes, width, dtype=torch.float32))
@@ -65,14 +70,20 @@ class Model(nn.Module):
     """Token ids to the final hidden state; the embedding is split by vocabulary over ranks."""
 
     def __init__(
-        self, config: DSV4Config, chosen: Precision, ops: Ops, parallel: Parallel
+        self,
+        config: DSV4Config,
+        chosen: Precision,
+        ops: Ops,
+        parallel: Parallel,
+        expert_groups: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
+        """expert_groups: of `expert_storage`: the layers whose routed experts lie in four bits."""
         super().__init__()
         self.ops, self.parallel = ops, parallel
         self.eps, self.hc_eps, self.hc_mult = config.rms_norm_eps, config.hc_eps, config.hc_mult
         self.embed = Weight(config.vocab_size // parallel.size, config.hidden_size)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, layer_id, chosen, ops, parallel)
+            DecoderLayer(config, layer_id, chosen, ops, parallel, expert_groups.get(layer_id))
             for layer_id in range(config.num_hidden_layers)
         )
         self.norm = Weight(config.hidden_size)

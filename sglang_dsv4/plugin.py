@@ -265,7 +265,7 @@ def _check_checkpoint(server_args: Any) -> None:
     memory taken."""
     import torch
 
-    from sglang_dsv4 import host, inspection
+    from sglang_dsv4 import host, inspection, precision
 
     folder = Path(server_args.model_path)
     if not folder.is_dir():
@@ -279,8 +279,9 @@ def _check_checkpoint(server_args: Any) -> None:
         shared=device == "cpu",
         fraction=1.0,  # refuses only what no sizing of the cache can save
         context=1,
+        routed_experts=precision.parse(Settings.read().precision).routed_experts,
     )
-    headers = server_args.load_format in ("auto", "safetensors")
+    headers = server_args.load_format in host.WITH_HEADERS
     try:
         overrides = json.loads(server_args.json_model_override_args)
         found = inspection.Inspection(folder, wanted, overrides=overrides, headers=headers)

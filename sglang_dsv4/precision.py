@@ -32,12 +32,18 @@ class Component:
 
 FLOOR, FLIPPED = "bf16", "nvfp4"
 _WEIGHTS = (FLOOR, FLIPPED)
+AUTO, FOUR_BITS, DENSE = "auto", "fp4", "bf16"  # of the routed experts
 
 COMPONENTS = {
     "indexer_qk": Component(
         ("fp4", "full"),
         "indexer queries and keys: rotated by a Hadamard transform and rounded to the FP4 grid, as"
         " the model was trained, or left as they are",
+    ),
+    "routed_experts": Component(
+        (AUTO, FOUR_BITS, DENSE),
+        "weights that a checkpoint holds in MXFP4 or NVFP4: in these four bits in memory too, or"
+        " dequantised to BF16 at load; auto is four bits on a GPU, BF16 on a CPU",
     ),
     "lm_head": Component(
         _WEIGHTS, "weights; products are summed in FP32, logits are FP32", r"head"
@@ -67,6 +73,7 @@ class Precision:
     """The value chosen for each component; a model that runs in FP32 keeps FP32 for bf16."""
 
     indexer_qk: str = COMPONENTS["indexer_qk"].values[0]
+    routed_experts: str = COMPONENTS["routed_experts"].values[0]
     lm_head: str = COMPONENTS["lm_head"].values[0]
     router_gate: str = COMPONENTS["router_gate"].values[0]
     compressor_kv: str = COMPONENTS["compressor_kv"].values[0]

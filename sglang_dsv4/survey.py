@@ -77,12 +77,11 @@ class Draft:
 
 @dataclass
 class Holding:
-    """Weights of one component, in one format. bytes: in the files, with their scales."""
+    """Weights of one component of a layer, in one format. bytes: in the files, with scales."""
 
     weights: int = 0
     values: int = 0
     bytes: int = 0
-    layers: set[int] = field(default_factory=set)
 
 
 class Survey:
@@ -92,7 +91,8 @@ class Survey:
         their scales. formats: the format of each weight, by the vendor's names. held: weights
         counted by format. names: by whose names weights came.
     scale_names: what scales of blocks are called.
-    holdings: by component, format as told to users, and what their parameters want.
+    holdings: by component, format as told to users, what their parameters want, and layer, None
+        outside them.
     faults: every fault, by kind.
     """
 
@@ -103,7 +103,7 @@ class Survey:
         self.held: Counter[str] = Counter()
         self.names: Counter[str] = Counter()
         self.scale_names: Counter[str] = Counter()
-        self.holdings: dict[tuple[str, str, Kept], Holding] = {}
+        self.holdings: dict[tuple[str, str, Kept, int | None], Holding] = {}
         self.census = Census()
         self.draft = Draft()
         self.ledger = Ledger(config)
@@ -217,12 +217,11 @@ class Survey:
             vendor = supplied == [stored.name.removeprefix("model.")]
             self.names["vendor's" if vendor else "transformers'"] += 1
         layer = layer_of(supplied[0])
-        key = component_of(supplied[0]), held, slots[0].row.kept
+        key = component_of(supplied[0]), held, slots[0].row.kept, layer
         holding = self.holdings.setdefault(key, Holding())
         holding.weights += len(supplied)
         holding.values += values
         holding.bytes += size
-        holding.layers |= set() if layer is None else {layer}
         for known, slot in zip(supplied, slots, strict=True):
             self.formats[known] = stored.format
             if is_matrix(slot):

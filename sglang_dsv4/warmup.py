@@ -12,8 +12,9 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
+from itertools import cycle
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,6 +27,7 @@ from sglang_dsv4.attention.metadata import Batch, build
 from sglang_dsv4.backends import PROVIDERS, Machine, Ops
 from sglang_dsv4.config import DSV4Config
 from sglang_dsv4.model import Model
+from sglang_dsv4.moe.fp4 import FP4Matrices
 from sglang_dsv4.parallel import Parallel
 from sglang_dsv4.precision import Precision
 
@@ -41,7 +43,8 @@ Builder = tuple[str, Callable[[], Any]]  # what it builds, and the call that doe
 class Target:
     """What is warmed up for: a model as it will be served on this machine.
 
-    context: tokens that a request may have; dtype: that the model runs in.
+    context: tokens that a request may have; dtype: that the model runs in. expert_groups: layer ->
+    values that share a scale, of the layers whose routed experts stay in four bits.
     """
 
     config: DSV4Config
@@ -50,6 +53,13 @@ class Target:
     parallel: Parallel
     context: int
     dtype: torch.dtype
+    expert_groups: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def storages(self) -> list[int | None]:
+        """How the routed experts of its layers lie in memory, each way once; None is dense."""
+        layers = range(self.config.num_hidden_layers)
+        return list(dict.fromkeys(self.expert_groups.get(layer) for layer in layers))
 
     def key(self) -> str:
         """Of all that decides about variants: sources, versions, the GPU, shapes, providers."""
@@ -57,7 +67,7 @@ class Target:
         shown = (
             *(sources(), *versions(), machine.name, machine.capability, self.parallel.size),
             *(self.context, str(self.dtype), sorted(self.ops.providers.items()), self.precision),
-            repr(one_of_each(self.config)),
+            *(repr(one_of_each(self.config)), self.storages),
         )
         return hashlib.sha256(repr(shown).encode()).hexdigest()[:16]
 
@@ -115,13 +125,14 @@ def launches(
     target: Target, decodes: Sequence[int] = DECODES, prefills: Sequence[int] = PREFILLS
 ) -> list[Launch]:
     """Every variant of every kernel that these batches launch, once."""
-    config, device = one_of_each(target.config), target.ops.machine.device
+    storages, device = target.storages, target.ops.machine.device
+    config = one_of_each(target.config, at_least=len(storages))
     with FakeTensorMode(allow_non_fake_inputs=True), recorded() as found, torch.no_grad():
         previous = torch.get_default_dtype()
         torch.set_default_dtype(target.dtype)
         try:
             with torch.device(device):
-                model = Model(config, target.precision, target.ops, target.parallel)
+                model = _model(target, config, storages)
         finally:
             torch.set_default_dtype(previous)
         caches = allocate(
@@ -141,12 +152,25 @@ def launches(
     return list(found.values())
 
 
-def one_of_each(config: DSV4Config) -> DSV4Config:
-    """The model with one layer of each kind, the first of them routed by token id if any is."""
+def _model(target: Target, config: DSV4Config, storages: Sequence[int | None]) -> Model:
+    """Layers hold their experts in each of the ways in turn, and count as packed."""
+    in_turns = zip(range(config.num_hidden_layers), cycle(storages), strict=False)
+    groups = {layer: group for layer, group in in_turns if group is not None}
+    model = Model(config, target.precision, target.ops, target.parallel, groups)
+    for part in model.modules():
+        if isinstance(part, FP4Matrices):
+            part.packed = True  # what `pack` reads has no values here
+    return model
+
+
+def one_of_each(config: DSV4Config, at_least: int = 1) -> DSV4Config:
+    """The model with one layer of each kind, the first of them routed by token id if any is, and
+    with `at_least` layers."""
     kinds = tuple(dict.fromkeys(config.layer_kinds))
     hashed = min(config.num_hash_layers, 1)
     if hashed:  # and one of the same kind that is not
         kinds = (kinds[0], *kinds)
+    kinds += kinds[-1:] * (at_least - len(kinds))
     return replace(config, num_hidden_layers=len(kinds), layer_kinds=kinds, num_hash_layers=hashed)
 
 

@@ -2,7 +2,8 @@
 
 Which tensors there are, how they may be called and where they go stands in `tensor_table`, how a
 weight may be stored in `formats`. Each must come exactly once, and each that comes must be used or
-be skipped by name: `ledger` keeps the account. Quantised weights become dense while they load.
+be skipped by name: `ledger` keeps the account. Quantised weights become dense while they load, but
+for routed experts that the model holds in four bits.
 """
 
 import logging
@@ -20,10 +21,20 @@ from sglang_dsv4 import dequant, quantise
 from sglang_dsv4.census import Census, component
 from sglang_dsv4.checkpoint import CheckpointError, Header
 from sglang_dsv4.config import DSV4Config
-from sglang_dsv4.formats import CHUNK, DTYPE_NAMES, LAYOUTS, Found, Part, Stored, TensorFormat
+from sglang_dsv4.formats import (
+    CHUNK,
+    DTYPE_NAMES,
+    FOUR_BITS,
+    LAYOUTS,
+    Found,
+    Part,
+    Stored,
+    TensorFormat,
+)
 from sglang_dsv4.ledger import Delivery, Ledger, counted, is_matrix
+from sglang_dsv4.moe.fp4 import FP4Matrices
 from sglang_dsv4.parameters import named_weights
-from sglang_dsv4.precision import VARIABLE, Precision
+from sglang_dsv4.precision import DENSE, VARIABLE, Precision
 from sglang_dsv4.survey import Survey
 from sglang_dsv4.tensor_table import Kept, Slot, layer_of
 
@@ -128,10 +139,12 @@ def load(
 ) -> LoadReport:
     """Copies each tensor of a stream into `model`, without holding on to it.
 
-    A quantised weight is dequantised when the last of its scales has come, so what is held at a
-    time is the weights that wait. Of what ranks divide only this rank's blocks are read.
+    A quantised weight is dequantised when the last of its scales has come, or copied as it is to
+    FP4Matrices, so what is held at a time is the weights that wait. Of what ranks divide only this
+    rank's blocks are read.
 
-    model: parameters (and integer buffers) as `tensor_table` says, this rank's share of each.
+    model: parameters (and integer buffers) as `tensor_table` says, this rank's share of each; in
+    the place of experts' parameters FP4Matrices, not packed any more.
     tensors: (name in any spelling, full tensor), in any order; `check` has seen their headers.
     rank, size: this process among those that share the model.
     total_bytes: of the stream, for a progress bar on a terminal; None shows none.
@@ -142,8 +155,8 @@ def load(
     or without their scales.
     """
     ledger = Ledger(config)
-    parameters = _parameters(model, ledger, size)
-    place = _Placing(parameters, ledger, rank, size, chosen or Precision())
+    targets = _targets(model, ledger, size)
+    place = _Placing(targets, ledger, rank, size, chosen or Precision())
     hidden = True if total_bytes is None else None  # None: hidden where there is no terminal
     with tqdm(
         total=total_bytes, unit="B", unit_scale=True, desc="weights", disable=hidden
@@ -165,13 +178,13 @@ class _Placing:
 
     def __init__(
         self,
-        parameters: Mapping[str, Tensor],
+        targets: Mapping[str, Tensor | FP4Matrices],
         ledger: Ledger,
         rank: int,
         size: int,
         chosen: Precision,
     ) -> None:
-        self.parameters, self.ledger, self.rank, self.size = parameters, ledger, rank, size
+        self.targets, self.ledger, self.rank, self.size = targets, ledger, rank, size
         self.chosen = chosen
         self.census = Census()
         self.converted: Counter[str] = Counter()
@@ -180,12 +193,22 @@ class _Placing:
         """Place a stored weight: one matrix, or all that a stack holds."""
         stored, supplied = delivery
         slots = [self.ledger.owed[known] for known in supplied]
+        if stored.format in LAYOUTS:
+            _check_global_scales(stored)
+        target = self.targets[slots[0].parameter]  # a stack's weights all lie there
+        if isinstance(target, FP4Matrices):
+            run = self._keep(target, stored, slots)
+        else:
+            run = self._fill(target, stored, slots)
+        if run is not None:
+            _count(self.census, delivery, self.ledger, run)
+
+    def _fill(self, target: Tensor, stored: Stored, slots: Sequence[Slot]) -> str:
+        """Copy the values to a dense parameter; in words, what was made of them."""
         flips = is_matrix(slots[0]) and self.chosen.flips(component(slots[0].row.vendor_name))
         quantised = stored.format in LAYOUTS
-        if quantised:
-            _check_global_scales(stored)
         for number, slot in enumerate(slots):
-            region = slot_view(self.parameters[slot.parameter], slot)
+            region = slot_view(target, slot)
             if quantised:
                 rows, columns = _ranges(slot, self.rank, self.size)
                 stored.fill(region, rows, columns, matrix=number, matrices=len(slots))
@@ -195,14 +218,32 @@ class _Placing:
                 values = stored.tensor().reshape(-1, *slot.shape)[number]
                 region.copy_(_share(values, slot, self.rank, self.size))
             _check_values(stored, slot, region, number, self.ledger.config)
-        run = DTYPE_NAMES[region.dtype]
+        run = DTYPE_NAMES[target.dtype]
         if run != stored.held():
             self.converted[f"{stored.held()} to {run}"] += 1
-        run += " at load"
-        if flips:
-            run += ", not flipped: quantised already"
-            run = run if quantised else "NVFP4 values (flipped)"
-        _count(self.census, delivery, self.ledger, run)
+        if not flips:
+            return f"{run} at load"
+        already = f"{run} at load, not flipped: quantised already"
+        return already if quantised else "NVFP4 values (flipped)"
+
+    def _keep(self, target: FP4Matrices, stored: Stored, slots: Sequence[Slot]) -> str | None:
+        """Copy codes, scales and factors as they are; None if they are not what the model holds."""
+        if FOUR_BITS.get(stored.format) != target.group:
+            self.ledger.note(OTHER_EXPERTS, f"{stored.name}: {stored.held()}")
+            return None
+        for number, slot in enumerate(slots):
+            rows, columns = _ranges(slot, self.rank, self.size)
+            place = {"matrix": number, "matrices": len(slots)}
+            codes, scales, factor = stored.four_bits(rows, columns, **place)
+            if _may_overflow(scales, factor, LAYOUTS[stored.format].scale_dtype):
+                values = torch.empty(len(rows), len(columns), dtype=torch.float32)
+                stored.fill(values, rows, columns, **place)
+                _check_values(stored, slot, values, number, self.ledger.config)
+                _check_factor(stored, factor)
+            slot_view(target.codes, slot).copy_(codes)
+            slot_view(target.scales, slot).copy_(scales)
+            target.factors[slot.expert, slot.row.part].copy_(factor)
+        return f"{stored.held()}, kept"
 
 
 def _fill_rounded(region: Tensor, stored: Stored, rows: range, columns: range) -> None:
@@ -227,8 +268,9 @@ def _fill_rounded(region: Tensor, stored: Stored, rows: range, columns: range) -
         part.copy_(rounded[:, columns.start : columns.stop])
 
 
-def _parameters(model: nn.Module, ledger: Ledger, size: int) -> dict[str, Tensor]:
-    """Name -> parameter or integer buffer; asserts that the model is the one the table tells of."""
+def _targets(model: nn.Module, ledger: Ledger, size: int) -> dict[str, Tensor | FP4Matrices]:
+    """Name -> parameter, integer buffer or what holds a parameter's matrices in four bits; asserts
+    that the model is the one the table tells of."""
     shapes: dict[str, tuple[int, ...]] = {}
     kept: dict[str, Kept] = {}
     for slot in ledger.owed.values():
@@ -240,15 +282,21 @@ def _parameters(model: nn.Module, ledger: Ledger, size: int) -> dict[str, Tensor
         experts = () if slot.expert is None else (ledger.config.n_routed_experts,)
         shapes[slot.parameter] = (*experts, *shape)
         kept[slot.parameter] = slot.row.kept
-    found = named_weights(model)
+    packed = {name: one for name, one in model.named_modules() if isinstance(one, FP4Matrices)}
+    for matrices in packed.values():
+        matrices.packed = False
+    parts = {f"{name}.{part}" for name, one in packed.items() for part, _ in one.named_parameters()}
+    found: dict[str, Tensor | FP4Matrices] = {**packed}
+    found |= {name: one for name, one in named_weights(model).items() if name not in parts}
     found |= {name: buffer for name, buffer in model.named_buffers() if name in shapes}
     differ = sorted(found.keys() ^ shapes.keys())
     assert not differ, f"parameters in either the model or the table but not both: {differ}"
     dtypes = {Kept.FP32: torch.float32, Kept.INT64: torch.int64}
-    for name, parameter in found.items():
-        fits = tuple(parameter.shape) == shapes[name]
-        fits = fits and parameter.dtype == dtypes.get(kept[name], parameter.dtype)
-        assert fits, f"{name} is {parameter.dtype} {parameter.shape}: expected {shapes[name]}"
+    for name, target in found.items():
+        dtype = target.dtype if isinstance(target, Tensor) else None
+        fits = tuple(target.shape) == shapes[name]
+        fits = fits and dtype == dtypes.get(kept[name], dtype)
+        assert fits, f"{name} is {dtype} {tuple(target.shape)}: expected {shapes[name]}"
     return found
 
 
@@ -280,6 +328,10 @@ def _ranges(slot: Slot, rank: int, size: int) -> tuple[range, range]:
 # ---------------------------------------------------------------------------- values that are wrong
 
 DAMAGED = "the checkpoint is damaged, download it again"
+OTHER_EXPERTS = (
+    "routed experts in another format than the model was built for, by what config.json says:"
+    f" correct it, or set {VARIABLE}=routed_experts={DENSE}"
+)
 
 
 def _check_global_scales(stored: Stored) -> None:
@@ -293,6 +345,20 @@ def _check_global_scales(stored: Stored) -> None:
                 f"{name}: expected a positive number, found {low}"
                 f"{'' if low == high else f' to {high}'}: {DAMAGED}"
             )
+
+
+def _may_overflow(scales: Tensor, factor: Tensor, scale_dtype: torch.dtype) -> bool:
+    """Whether codes times scales [...] uint8 times their factor may be NaN or infinite, judging by
+    the largest scale; a NaN is above all others."""
+    if scale_dtype is torch.float8_e4m3fn:  # its upper bit is a sign
+        scales = scales & 0x7F
+    largest = scales.max().view(scale_dtype).float() * max(dequant.E2M1) * factor
+    return not math.isfinite(largest.item())
+
+
+def _check_factor(stored: Stored, factor: Tensor) -> None:
+    if not math.isfinite(factor.item()):  # the reciprocal of next to nothing; all codes are 0
+        raise CheckpointError(f"{stored.name}: its {Part.RECIPROCAL.value} is too small: {DAMAGED}")
 
 
 def _check_values(

@@ -31,7 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     (
         *("precision", "tensor_table", "formats", "quantise", "graph_safety_calls"),
-        *("attention.cache", "attention.metadata"),
+        *("attention.cache", "attention.metadata", "moe.fp4"),
         *("ablation_oracle", "ablation_summary", "ablation_texts"),
     ),
     ("ablation_report",),
@@ -41,7 +41,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "graph_safety_static",
     ),
     ("format_claims", "tiny_weights", "convert_plan"),
-    ("survey",),
+    ("survey", "expert_storage"),
     (
         *("attention", "moe", "weights", "nano_demo_plot", "nano_demo_questions"),
         *("graph_safety_trace", "convert_config", "inspection"),

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from sglang_dsv4 import precision, weights
+from sglang_dsv4 import expert_storage, precision, weights
 from sglang_dsv4.attention.cache import PAGE, RING, LayerCache, allocate
 from sglang_dsv4.attention.metadata import Batch, Metadata, build
 from sglang_dsv4.backends import Machine, choose
@@ -121,6 +121,7 @@ class Runner(Host):
         folder: Path,
         *,
         indexer_qk: str = "fp4",
+        routed_experts: str = "auto",
         dtype: torch.dtype = torch.float32,
         pages: int = 24,
         slots: int = 9,
@@ -132,11 +133,18 @@ class Runner(Host):
         self.parallel = parallel = parallel or Parallel()
         previous = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
-        chosen = precision.parse(f"indexer_qk={indexer_qk}")
-        self.lm = SmallLM(self.config, choose(Machine("cpu", "CPU", None)), chosen, parallel)
+        chosen = precision.parse(f"indexer_qk={indexer_qk},routed_experts={routed_experts}")
+        ops, rank, size = choose(Machine("cpu", "CPU", None)), parallel.rank, parallel.size
+        self.storage = expert_storage.decide(
+            self.config,
+            expert_storage.from_headers(folder),
+            chosen=chosen.routed_experts,
+            device="cpu",
+            ranks=size,
+        )
+        self.lm = SmallLM(self.config, ops, chosen, parallel, self.storage.groups)
         torch.set_default_dtype(previous)
-        rank, size = parallel.rank, parallel.size
-        weights.load(self.lm, _tensors(folder), self.config, rank=rank, size=size)
+        self.report = weights.load(self.lm, _tensors(folder), self.config, rank=rank, size=size)
         self.caches: tuple[LayerCache, ...] = allocate(
             self.config, pages=pages, window_pages=pages, requests=slots, dtype=dtype
         )

@@ -1,12 +1,22 @@
 """--load-format dummy: SGLang fills floating tensors and loads nothing, so tables must be valid."""
 
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 import torch
+from sglang.srt.model_loader.loader import post_load_weights
 from sglang.srt.model_loader.weight_utils import initialize_dummy_weights
 
-from sglang_dsv4 import graph_safety_step
+from checkpoint_files import headers_of, write_holes
+from sglang_dsv4 import graph_safety_step, host, precision
 from sglang_dsv4.backends import Machine, choose
 from sglang_dsv4.cli_make_tiny import shipped_config, write_config
 from sglang_dsv4.config import DSV4Config
+from sglang_dsv4.parallel import Parallel
+from sglang_dsv4.served import deepseek_v4
+from sglang_dsv4.served.deepseek_v4 import DeepseekV4ForCausalLM
+from sglang_dsv4.tiny_formats import RECIPES
 
 
 def test_a_step_with_dummy_weights_is_finite(monkeypatch) -> None:
@@ -25,9 +35,50 @@ def test_a_step_with_dummy_weights_is_finite(monkeypatch) -> None:
         assert (table.sort(dim=1).values.diff(dim=1) > 0).all(), "an expert twice"
     frequencies = step.lm.model.layers[0].attn.frequencies
     assert frequencies[0] == 1 and (frequencies.diff() < 0).all()
+    kept = [layer.ffn.experts.w2.group for layer in step.lm.model.layers[1:3]]
+    assert kept == [32, 16]  # in four bits, whose scales no dummy fills
     step.fill([3, config.vocab_size - 1, 0], step.batch)
     logits = step.run()
     assert logits.isfinite().all()
+
+
+def served(**attributes: Any) -> DeepseekV4ForCausalLM:
+    """The class that the host makes, without its host."""
+    model = object.__new__(DeepseekV4ForCausalLM)
+    vars(model).update(attributes)
+    return model
+
+
+@pytest.mark.parametrize("load_format", ["dummy", "sharded_state"])
+def test_dummy_experts_in_four_bits_are_packed(load_format, monkeypatch) -> None:
+    """The host calls post_load_weights after other loaders, too: those bring what was packed."""
+    packed = []
+    monkeypatch.setattr(deepseek_v4, "pack_experts", lambda *arguments: packed.append(arguments))
+    monkeypatch.setattr(host, "get_model", lambda: SimpleNamespace(load_format=load_format))
+    model = served(ops="ops", model="model")
+    post_load_weights(model)
+    assert packed == ([("ops", "model")] if load_format == "dummy" else [])
+
+
+@pytest.mark.parametrize(("load_format", "group"), [("dummy", 32), ("auto", 16)])
+def test_the_model_is_built_for_what_is_there(load_format, group, tmp_path, monkeypatch) -> None:
+    """config.json says MXFP4, the headers NVFP4: believed is what can be looked at."""
+    config = DSV4Config.from_dict(shipped_config("tiny", "bfloat16"))
+    write_holes(tmp_path, headers_of(config, RECIPES["nvfp4-experts"]), lambda name: "all")
+    seen = SimpleNamespace(load_format=load_format, model_path=str(tmp_path))
+    monkeypatch.setattr(host, "get_model", lambda: seen)
+
+    def groups(value: str, device: str) -> dict[int, int]:
+        made = served(
+            chosen=precision.parse(f"routed_experts={value}"),
+            ops=SimpleNamespace(machine=Machine(device, device, None)),
+            parallel=Parallel(),
+        )
+        made.config = config
+        return made._expert_storage({"expert_dtype": "fp4"}).groups
+
+    assert groups("auto", "cuda") == groups("fp4", "cpu") == dict.fromkeys(range(7), group)
+    assert groups("auto", "cpu") == groups("bf16", "cuda") == {}
 
 
 def test_a_folder_without_weights_has_all_else(tmp_path) -> None:

@@ -35,6 +35,26 @@ def test_parameters_are_those_of_the_dense_twin(runner: Runner, folder: Path) ->
     assert_same({name: held[name] for name in twin.values()}, twin.values())
 
 
+def test_experts_in_four_bits_give_the_logits_of_dense_ones(runner: Runner, folder: Path) -> None:
+    """Every format of four bits in a layer; a prefill and a decode."""
+    kept = Runner(folder, routed_experts="fp4")
+    held = {"vendor": 32, "nvfp4-experts": 16, "nvfp4-all": 16}
+    held |= {"compressed-tensors-w4a4": 16, "compressed-tensors-w4a16": 16}
+    assert kept.storage.groups == {layer: held[f] for layer, f in enumerate(FORMATS) if f in held}
+    assert len(kept.storage.groups) == len(held) and not kept.storage.notes
+    lines = {line for line in kept.report.components if line.startswith("ffn.experts.*.w1")}
+    assert "ffn.experts.*.w1: MXFP4 in the checkpoint -> MXFP4, kept, 1 layer" in lines
+    assert "ffn.experts.*.w1: FP8 in the checkpoint -> F32 at load, 1 layer" in lines
+    tokens = torch.randint(16, 384, (40,), generator=torch.Generator().manual_seed(3)).tolist()
+    found, expected = (
+        torch.cat([one.run(request, tokens[:-1]), one.run(request, tokens[-1:])])
+        for one in (kept, runner)
+        for request in [one.open()]
+    )
+    assert expected.std() > 0.5
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("layer", range(len(FORMATS)), ids=FORMATS)
 @torch.no_grad()
 def test_the_clamp_of_experts_is_honoured(runner: Runner, layer: int) -> None:

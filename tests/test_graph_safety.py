@@ -267,6 +267,8 @@ def test_coverage_names_what_a_step_must_reach(report: Report) -> None:
         assert ("moe/layer.py", f"{router}.forward") in ran
     assert {("attention/metadata.py", "build"), (LAYER, FORWARD)} < ran
     assert ("attention/indexer.py", "Indexer.forward") in ran
+    # Routed experts dense and in both kinds of four bits.
+    assert {("sglang_dsv4/dequant.py", kind) for kind in ("mxfp4", "nvfp4")} < ran
     others = {item.function: item.how for item in report.covered if item.how != "ran"}
     assert others["DeepseekV4ForCausalLM.forward"] == "in graph"
     checked = [item.lines for item in report.covered if item.how != "device code"]

@@ -18,7 +18,7 @@ from sglang_dsv4.cli import main
 from sglang_dsv4.cli_make_tiny import write_checkpoint
 from sglang_dsv4.config import DSV4Config
 from sglang_dsv4.inspection import Deployment, Inspection, Verdict, tensor_parallel_sizes
-from sglang_dsv4.memory_plan import GIB, GPUS
+from sglang_dsv4.memory_plan import GIB, GPUS, weight_bytes
 from sglang_dsv4.survey import DraftHead, Survey
 from sglang_dsv4.tiny_formats import RECIPES
 
@@ -79,17 +79,20 @@ def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dic
 
 
 @pytest.mark.parametrize(
-    ("recipe", "gigabytes"),
+    ("recipe", "gigabytes", "in_four_bits"),
     [
-        ("vendor", (3.560, 3.590, 3.569)),
-        ("nvfp4-experts", (3.761, 3.791, 3.770)),
-        ("bf16", (13.154, 13.193, 13.163)),
+        ("vendor", (3.560, 3.590, 3.569), 1 / 2 + 1 / 32),
+        ("nvfp4-experts", (3.761, 3.791, 3.770), 1 / 2 + 1 / 16),
+        ("bf16", (13.154, 13.193, 13.163), None),
     ],
 )
 def test_published_bytes_of_a_layer(
-    recipe: str, gigabytes: tuple[float, ...], tmp_path: Path
+    recipe: str, gigabytes: tuple[float, ...], in_four_bits: float | None, tmp_path: Path
 ) -> None:
-    """An SWA, a CSA and an HCA layer of Flash, one checkpoint each, less what is outside layers."""
+    """An SWA, a CSA and an HCA layer of Flash, one checkpoint each, less what is outside layers.
+
+    in_four_bits: bytes in memory of a value of a routed expert.
+    """
     for ratio, expected in zip((0, 4, 128), gigabytes, strict=True):
         raw = FLASH | {"num_hidden_layers": 1, "compress_ratios": [ratio], "num_hash_layers": 0}
         headers = headers_of(DSV4Config.from_dict(raw), RECIPES[recipe])
@@ -104,7 +107,8 @@ def test_published_bytes_of_a_layer(
         )
         assert sum(row.bytes for row in found.holdings) == found.survey.bytes
         in_memory = {row.component: row.memory for row in rows if row.component != "mHC"}
-        assert in_memory["routed experts"] == 6_442_450_944 * 2
+        factors = 768 * 4 if in_four_bits else 0
+        assert in_memory["routed experts"] == 6_442_450_944 * (in_four_bits or 2) + factors
         assert in_memory["shared expert"] == 25_165_824 * 2
         assert not found.refusals
 
@@ -112,10 +116,8 @@ def test_published_bytes_of_a_layer(
 def test_what_a_checkpoint_holds(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, said = shown(capsys, str(tiny))
     assert status == 0 and said["ok"] and said["verdict"] == "serves with these conversions"
-    assert said["conversions"] == [
-        "FP8 to BF16: 59 weights (attention, indexer, shared expert)",
-        "MXFP4 to BF16: 168 weights (routed experts)",
-    ]
+    assert said["conversions"] == ["FP8 to BF16: 59 weights (attention, indexer, shared expert)"]
+    assert said["kept"] == ["MXFP4 kept: 168 weights (routed experts)"]
     assert (said["files"], said["tensors"], said["used"]) == (1, 359 + 227, 359 + 227)
     assert (said["parameters"], said["names"]) == (7_126_167, {"vendor's": 358})
     assert said["config"] == "as shipped" and said["scale_names"] == {"scale": 227}
@@ -123,13 +125,118 @@ def test_what_a_checkpoint_holds(tiny: Path, capsys: pytest.CaptureFixture[str])
     assert said["warnings"] == said["contradictions"] == said["below_the_floor"] == []
     assert said["draft_head"]["kind"] == "none" and said["faults"] == {}
     experts = next(row for row in said["components"] if row["held"] == "MXFP4")
-    assert (experts["component"], experts["run"]) == ("routed experts", "BF16")
+    assert (experts["component"], experts["run"]) == ("routed experts", "MXFP4")
     assert (experts["layers"], experts["weights"]) == (7, 168)
-    assert experts["values"] == 168 * 64 * 128 and experts["memory"] == 2 * experts["values"]
+    assert experts["values"] == 168 * 64 * 128
     assert experts["bytes"] == experts["values"] // 2 + experts["values"] // 32
+    assert experts["memory"] == experts["bytes"] + 168 * 4  # and a factor for each matrix
     memory = said["memory"]
     assert memory["device_bytes"] is memory["requests"] is memory["pool_tokens"] is None
     assert memory["bytes_per_context_token"] == 976
+
+
+@pytest.mark.parametrize(
+    ("wanted", "kept"),
+    [
+        (Deployment(), True),
+        (Deployment(run=torch.float32), True),
+        (Deployment(shared=True), False),
+        (Deployment(routed_experts="bf16"), False),
+        (Deployment(shared=True, routed_experts="fp4"), True),
+    ],
+)
+def test_experts_in_four_bits_or_dense(wanted: Deployment, kept: bool, tiny: Path) -> None:
+    found = Inspection(tiny, wanted)
+    weights = "168 weights (routed experts)"
+    converted = [line for line in found.conversions if line.startswith("MXFP4")]
+    assert converted == ([] if kept else [f"MXFP4 to BF16: {weights}"])
+    assert found.kept == ([f"MXFP4 kept: {weights}"] if kept else [])
+    assert found.verdict is Verdict.CONVERTS and not found.warnings  # FP8 is converted
+    assert found.told().splitlines()[1:] == [*found.conversions, *found.kept]
+    assert found.plan is not None
+    saved = weight_bytes(found.slots, wanted.run, 1) - found.plan.weights
+    values = 168 * 64 * 128
+    in_four_bits = values // 2 + values // 32 + 168 * 4  # codes, scales, factors
+    assert saved == (values * wanted.run.itemsize - in_four_bits if kept else 0)
+
+
+def test_the_switch_counts_here_too(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SGLANG_DSV4_PRECISION", "routed_experts=bf16")
+    status, said = shown(capsys, str(tiny))
+    assert status == 0 and said["kept"] == []
+    assert "MXFP4 to BF16: 168 weights (routed experts)" in said["conversions"]
+    rows = {row.name: row for row in doctor_checkpoint.check_checkpoint(tiny)}
+    assert rows["routed experts"].found == "MXFP4 -> BF16, 7 layers"
+    monkeypatch.setenv("SGLANG_DSV4_PRECISION", "routed_experts=fp4")
+    rows = {row.name: row for row in doctor_checkpoint.check_checkpoint(tiny)}
+    assert rows["routed experts"].found == "MXFP4 -> MXFP4, 7 layers"
+
+
+def test_layers_that_cannot_stay_in_four_bits_are_told(tiny: Path) -> None:
+    """With 4 ranks an expert has 16 inputs on each: all layers are dense, and planned so."""
+    found = Inspection(tiny, Deployment(tensor_parallel=4))
+    (line,) = found.warnings
+    assert line.startswith("the routed experts of layers 0 to 6 are dequantised at load")
+    assert found.verdict is Verdict.CONVERTS and not found.kept
+    assert found.plan is not None
+    assert found.plan.weights == weight_bytes(found.slots, torch.bfloat16, 4)
+    two = weight_bytes(found.slots, torch.bfloat16, 2, dict.fromkeys(range(7), 32))
+    assert found.weights_of_a_rank(2) == two
+    forced = Inspection(tiny, Deployment(tensor_parallel=4, routed_experts="fp4"))
+    (reason,) = forced.refusals
+    assert "no layer can stay so:\nthe routed experts of layers 0 to 6" in reason
+
+
+def test_one_layer_of_another_format_is_dense(tmp_path: Path) -> None:
+    headers = vendor()
+    for name in [name for name in headers if name.startswith("layers.2.ffn.experts.5.w3.")]:
+        del headers[name]
+    headers["layers.2.ffn.experts.5.w3.weight"] = ("BF16", (64, 128))
+    holes(tmp_path, headers, RAW | {"quantization_config": FP8})
+    found = Inspection(tmp_path, Deployment())
+    rows = [row for row in found.holdings if row.component == "routed experts"]
+    assert [(row.held, row.run, row.weights, row.layers) for row in rows] == [
+        *[("BF16", "BF16", 1, 1), ("MXFP4", "BF16", 23, 1), ("MXFP4", "MXFP4", 144, 6)],
+    ]
+    assert "MXFP4 to BF16: 23 weights (routed experts)" in found.conversions
+    assert found.kept == ["MXFP4 kept: 144 weights (routed experts)"]
+    assert found.warnings == [
+        "the routed experts of layer 2 are dequantised at load, not kept in four bits: they are"
+        " BF16, FP16 or FP32 and MXFP4"
+    ]
+
+
+@pytest.mark.parametrize("headers", [True, False])
+def test_four_bits_that_are_not_there_are_refused(tmp_path: Path, headers: bool) -> None:
+    """By the headers, and by config.json where nothing else is there."""
+    holes(tmp_path, headers_of(TINY, RECIPES["fp8-base"]), RAW | {"expert_dtype": "fp8"})
+    found = Inspection(tmp_path, Deployment(routed_experts="fp4"), headers=headers)
+    assert found.verdict is Verdict.REFUSED
+    (reason,) = found.refusals
+    assert reason.startswith("SGLANG_DSV4_PRECISION: routed_experts=fp4") and "but FP8" in reason
+    row = next(r for r in rows_of(tmp_path, "fp4") if r.name == "routed experts")
+    assert row.status == "fail" and row.found == reason
+
+
+def rows_of(folder: Path, routed_experts: str) -> list[doctor_checkpoint.Row]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SGLANG_DSV4_PRECISION", f"routed_experts={routed_experts}")
+        return doctor_checkpoint.check_checkpoint(folder)
+
+
+def test_a_config_is_believed_where_there_are_no_weights(flash: Path) -> None:
+    """As for --load-format dummy."""
+    dense, kept = (
+        Inspection(flash, Deployment(), overrides={"expert_dtype": dtype}, headers=False)
+        for dtype in ("fp8", "fp4")
+    )
+    assert dense.plan is not None and kept.plan is not None
+    values, matrices = 43 * 256 * 3 * 4096 * 2048, 43 * 256 * 3
+    saved = dense.plan.weights - kept.plan.weights
+    assert saved == values * (2 - 1 / 2 - 1 / 32) - 4 * matrices
+    assert kept.plan.weights / GIB == pytest.approx(152, abs=2)
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,11 @@ SELECTIONS = (
         thorough="triton and not transformers and not every_split and not all_tokens"
         " and not 61 and not 100 and not 1024",
     ),
+    Selection(
+        "moe/test_routed_experts_fp4.py",
+        select="triton and (dense_matrices and dtype1 and not 2-256 or exact or stays)",
+        thorough="triton",
+    ),
     own_tests("test_kernels_mhc.py"),
     own_tests("attention/test_kernels_attention.py"),
     own_tests("attention/test_kernels_compress.py"),

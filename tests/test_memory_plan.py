@@ -48,24 +48,40 @@ def test_published_parameters(
     found, used = parameter_counts(slots, config)
     assert found == total
     assert used / 1e9 == pytest.approx(active, abs=0.005)
-    in_memory = weight_bytes(slots, {}, torch.bfloat16, 1)
+    in_memory = weight_bytes(slots, torch.bfloat16, 1)
     assert in_memory / 1e9 == pytest.approx(gigabytes, abs=0.01)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("size", [1, 2, 8])
-def test_weights_of_a_rank_are_the_parameters_of_the_model(size: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("size", "groups"), [(1, {}), (2, {}), (8, {}), (1, {0: 32, 3: 16, 6: 32}), (2, {4: 16, 5: 32})]
+)
+def test_weights_of_a_rank_are_the_parameters_of_the_model(
+    size: int, groups: dict[int, int], dtype: torch.dtype
+) -> None:
+    """groups: of the layers whose experts lie in four bits."""
     ops = choose(Machine.probe("cpu"))
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         parallel = Parallel(rank=0, size=size, all_reduce=lambda x: x)
-        model = SmallLM(TINY, ops, Precision(), parallel)
+        model = SmallLM(TINY, ops, Precision(), parallel, groups)
     finally:
         torch.set_default_dtype(before)
     held = sum(parameter.nbytes for parameter in model.parameters())
     held += sum(table.nbytes for name, table in model.named_buffers() if "tid2eid" in name)
-    assert weight_bytes(expected_tensors(TINY), {}, dtype, size) == held
+    assert weight_bytes(expected_tensors(TINY), dtype, size, groups) == held
+
+
+def test_published_weights_in_four_bits() -> None:
+    """By spec 4.2: an expert's values at half a byte, and a scale for 32 of them; the rest BF16."""
+    slots = expected_tensors(FLASH)
+    values = 43 * 256 * 3 * 4096 * 2048
+    dense = weight_bytes(slots, torch.bfloat16, 8)
+    factors = 43 * 256 * 3 * 4  # of every matrix, on every rank
+    kept = weight_bytes(slots, torch.bfloat16, 8, dict.fromkeys(range(43), 32))
+    assert dense - kept == values // 8 * (2 - 0.5 - 1 / 32) - factors
+    assert kept / 1e9 == pytest.approx(20.9, abs=1)
 
 
 def test_every_tensor_has_a_component() -> None:

@@ -38,13 +38,14 @@ TENSORS = {
 def test_default_is_the_floor() -> None:
     precision = parse("")
     assert precision == Precision()
-    assert precision.indexer_qk == "fp4"
+    assert precision.indexer_qk == "fp4" and precision.routed_experts == "auto"
     assert {getattr(precision, name) for name in FLOOR} == {"bf16"}
 
 
 def test_every_component_has_a_row() -> None:
     assert [field.name for field in dataclasses.fields(Precision)] == list(COMPONENTS)
-    assert set(COMPONENTS) == {"indexer_qk", *FLOOR} == {"indexer_qk", *TENSORS}
+    others = {"indexer_qk", "routed_experts"}
+    assert set(COMPONENTS) == {*others, *FLOOR} == {*others, *TENSORS}
 
 
 def test_indexer_without_the_grid() -> None:
@@ -92,6 +93,7 @@ def test_description_has_a_line_for_each_component() -> None:
     values = {line.split()[0]: line.split()[1:3] for line in lines}
     assert values.pop("indexer_qk") == ["full", "changed"]
     assert values.pop("router_gate") == ["nvfp4", "changed"]
+    assert values.pop("routed_experts") == ["auto", "default"]
     assert all(value == ["bf16", "default"] for value in values.values())
 
 

@@ -19,6 +19,7 @@ from sglang_dsv4.backends import PROVIDERS, Machine, Ops, choose
 from sglang_dsv4.cli import main
 from sglang_dsv4.config import DSV4Config, LayerKind
 from sglang_dsv4.parallel import Parallel
+from sglang_dsv4.settings import SettingsError
 from sglang_dsv4.warmup import Launch, Target
 
 GPU = Machine("cuda", "a GPU", (9, 0))
@@ -88,6 +89,51 @@ def test_the_shapes_are_the_model_s(flash: DSV4Config, decode: list[Launch]) -> 
     shared = warmup.launches(target(flash, parallel=Parallel(size=8)), decodes=(1,), prefills=())
     (attention, *_) = (one for one in shared if one.kernel.__name__ == "_attention_kernel")
     assert attention.options["HEADS"] == 16  # 8 of them, padded
+
+
+def test_each_way_to_hold_experts_is_found(flash: DSV4Config) -> None:
+    """Layers in MXFP4, in NVFP4 and dense, where each kind of layer stands for many."""
+    some = target(flash, expert_groups={0: 32, 2: 16})
+    assert some.storages == [32, None, 16]
+    found = warmup.launches(some, decodes=(1,), prefills=())
+    dense = names(warmup.launches(target(flash), decodes=(1,), prefills=()))
+    products = [one for one in found if "_fp4_" in one.kernel.__name__]
+    assert {one.options["GROUP"] for one in products} == {16, 32}
+    assert dense < names(found) and not any("_fp4_" in name for name in dense)
+    one_kind = replace(flash, num_hidden_layers=1, layer_kinds=(LayerKind.SWA,), num_hash_layers=0)
+    assert warmup.one_of_each(one_kind, at_least=3).layer_kinds == (LayerKind.SWA,) * 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "groups"),
+    [
+        (["--config", "flash"], {32}),
+        (["--config", "tiny"], set()),
+        (["--config", "nano"], {16}),
+        (["--config", "flash", "--tp-size", "8"], {32}),
+    ],
+)
+def test_how_experts_of_known_models_are_held(
+    arguments: list[str], groups: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sglang_dsv4.backends.choose", lambda *_: ops_by("triton"))
+    found: list[Target] = []
+    on_a_gpu(monkeypatch)
+    monkeypatch.setattr(cli_warm, "warm_up", lambda made, _: found.append(made) or 0)
+    assert main(["warm", *arguments]) == 0
+    assert set(found[0].expert_groups.values()) == groups
+    monkeypatch.setenv("SGLANG_DSV4_PRECISION", "routed_experts=bf16")
+    assert main(["warm", *arguments]) == 0
+    assert found[1].expert_groups == {} and found[1].key() != found[0].key()
+
+
+def test_how_experts_of_a_folder_are_held(tmp_path: Path, flash: DSV4Config) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"expert_dtype": "fp4"}))
+    claimed = cli_warm.expert_formats(flash, tmp_path, None)
+    assert {form.value for form in claimed[0]} == {"MXFP4"}
+    (tmp_path / "model.safetensors").write_bytes(b"version https")
+    with pytest.raises(SettingsError, match="Git LFS pointer"):
+        cli_warm.expert_formats(flash, tmp_path, None)
 
 
 def test_each_variant_is_found_once(decode: list[Launch]) -> None:
@@ -187,6 +233,7 @@ def test_the_key_follows_what_decides_about_variants(flash: DSV4Config) -> None:
         replace(one, context=1000),
         replace(one, config=replace(flash, n_routed_experts=128)),
         replace(one, ops=ops_by("reference")),
+        replace(one, expert_groups={1: 32}),
     ]
     assert one.key() == target(flash).key()
     assert len({one.key(), *(other.key() for other in others)}) == 1 + len(others)

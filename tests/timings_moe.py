@@ -13,7 +13,10 @@ from triton.runtime.jit import KernelInterface
 from kernel_checks import SHARED_MEMORY, CompileCase
 from kernel_timings import Call, providers
 from sglang_dsv4 import kernels_triton
+from sglang_dsv4.dequant import MXFP4_GROUP, NVFP4_GROUP
 from sglang_dsv4.moe import kernels_triton as moe_kernels
+from sglang_dsv4.moe import kernels_triton_experts, kernels_triton_fp4
+from sglang_dsv4.moe.fp4 import FP4Matrices
 
 BF16 = torch.bfloat16
 STREAMS, ROWS = 4, 24
@@ -86,6 +89,16 @@ def expert_inputs(tokens: int, shape: Shape, device: str = "cuda") -> tuple[torc
     )
 
 
+def fp4_inputs(tokens: int, shape: Shape, group: int) -> tuple[Any, ...]:
+    """x, weights, experts, w13 and w2 of routed_experts_fp4."""
+    return (
+        _randn(tokens, shape.hidden, device="cuda"),
+        torch.rand(tokens, shape.top_k, device="cuda"),
+        chosen_experts(tokens, shape).to("cuda"),
+        *fp4_weights(shape, group),
+    )
+
+
 def _randn(*shape: int, device: str) -> torch.Tensor:
     return torch.randn(*shape, dtype=BF16, device=device)
 
@@ -99,7 +112,7 @@ def cases() -> dict[str, tuple[Callable[[], Call], int]]:
     for tokens in TOKENS:
         for name, shape in SHAPES.items():
             for op, setup, moved in _cases_of(tokens, shape):
-                for provider, function in providers(op).items():
+                for provider, function in providers(op.split(",")[0]).items():
                     label = f"{op} {provider}, {name}, {tokens} tokens"
                     found[label] = (_bound(function, setup), moved)
     return found
@@ -108,7 +121,7 @@ def cases() -> dict[str, tuple[Callable[[], Call], int]]:
 def _cases_of(
     tokens: int, shape: Shape
 ) -> Iterator[tuple[str, Callable[[], tuple[tuple[Any, ...], dict[str, Any]]], int]]:
-    """op, setup of its arguments, and the bytes that it has to move at least."""
+    """op (and kind), setup of its arguments, and the bytes that it has to move at least."""
     states, gates = tokens * shape.hidden * 2, tokens * shape.experts * 4
     fn = STREAMS * shape.hidden * 4
     yield "rms_norm", lambda: (norm_inputs(tokens, shape), {"eps": 1e-6}), 2 * states
@@ -136,6 +149,12 @@ def _cases_of(
     )
     used = chosen_experts(tokens, shape).unique().numel()
     weights = used * 3 * shape.width * shape.hidden * 2
+    for name, group in (("NVFP4", NVFP4_GROUP), ("MXFP4", MXFP4_GROUP)):
+        yield (
+            f"routed_experts_fp4, {name},",
+            lambda group=group: (fp4_inputs(tokens, shape, group), {"limit": 10.0}),
+            weights // 4 + weights // 2 // group + 3 * states,
+        )
     yield (
         "routed_experts",
         lambda: (expert_inputs(tokens, shape), {"limit": 10.0}),
@@ -185,11 +204,16 @@ def compile_cases() -> list[CompileCase]:
             *_expert_cases(8192, flash, usual=(89, 100)),
             *_expert_cases(512, flash, capabilities=(80, 90, 120), usual=()),
             *_expert_cases(2048, flash, capabilities=(80, 90, 120), usual=()),
+            *_fp4_cases(1, flash, MXFP4_GROUP, usual=(80, 90, 120)),
+            *_fp4_cases(8192, flash, NVFP4_GROUP, usual=(89, 100)),
+            *_fp4_cases(1, flash, NVFP4_GROUP, usual=(90,)),
+            *_fp4_cases(512, flash, NVFP4_GROUP, usual=()),
+            *_fp4_cases(2048, flash, MXFP4_GROUP, usual=()),
         ]
     unique: dict[str, CompileCase] = {}
     for case in found:
         key = repr((case.kernel.__name__, case.signature, case.constexprs))
-        if case.kernel is moe_kernels._sort_pairs_kernel:  # of large batches alone, and small
+        if case.kernel is kernels_triton_experts._sort_pairs_kernel:  # of large batches
             case = replace(case, usual=tuple(SHARED_MEMORY))
         same = unique.get(key, case)
         unique[key] = replace(
@@ -208,12 +232,38 @@ def _mhc_cases(tokens: int, shape: Shape, **options: Any) -> list[CompileCase]:
 def _expert_cases(tokens: int, shape: Shape, **options: Any) -> list[CompileCase]:
     hidden, width, experts = shape.hidden, shape.width, shape.experts
     return launched(
-        moe_kernels.routed_experts,
+        kernels_triton_experts.routed_experts,
         torch.empty(tokens, hidden, dtype=BF16),
         torch.empty(tokens, shape.top_k),
         torch.empty(tokens, shape.top_k, dtype=torch.int64),
         torch.empty(experts, 2 * width, hidden, dtype=BF16),
         torch.empty(experts, hidden, width, dtype=BF16),
+        limit=10.0,
+        **options,
+    )
+
+
+def fp4_weights(shape: Shape, group: int, device: str = "cuda") -> tuple[FP4Matrices, FP4Matrices]:
+    """Packed w13 and w2 of routed_experts_fp4, with random codes and scales of one."""
+    sizes = (2 * shape.width, shape.hidden, 2), (shape.hidden, shape.width, 1)
+    found = []
+    with torch.device(device):
+        for rows, columns, parts in sizes:
+            weight = FP4Matrices(shape.experts, rows, columns, group=group, parts=parts)
+            weight.codes.random_(0, 256)
+            weight.factors.fill_(columns**-0.5)
+            weight.packed = True
+            found.append(weight)
+    return found[0], found[1]
+
+
+def _fp4_cases(tokens: int, shape: Shape, group: int, **options: Any) -> list[CompileCase]:
+    return launched(
+        kernels_triton_fp4.routed_experts_fp4,
+        torch.empty(tokens, shape.hidden, dtype=BF16),
+        torch.empty(tokens, shape.top_k),
+        torch.empty(tokens, shape.top_k, dtype=torch.int64),
+        *fp4_weights(shape, group, "cpu"),
         limit=10.0,
         **options,
     )
@@ -265,4 +315,10 @@ def _as_case(name: str, kernel: Any, arguments: dict[str, Any]) -> CompileCase:
     return CompileCase(name, kernel, signature, constexprs, options)
 
 
-_TYPES = {torch.float32: "fp32", BF16: "bf16", torch.int32: "i32", torch.int64: "i64"}
+_TYPES = {
+    torch.float32: "fp32",
+    BF16: "bf16",
+    torch.uint8: "u8",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}

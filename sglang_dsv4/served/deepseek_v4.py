@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from sglang_dsv4 import checkpoint, host, precision, weights
-from sglang_dsv4.backends import Machine, choose
+from sglang_dsv4 import checkpoint, expert_storage, host, precision, weights
+from sglang_dsv4.backends import Machine, choose, pack_experts
 from sglang_dsv4.config import DSV4Config
+from sglang_dsv4.expert_storage import ExpertStorage
 from sglang_dsv4.model import Model
 from sglang_dsv4.parameters import Weight
 from sglang_dsv4.settings import Settings
@@ -34,9 +35,26 @@ class DeepseekV4ForCausalLM(nn.Module):
         self.ops = choose(Machine.probe(host.device()), settings.ops)
         logger.info("sglang-dsv4 precision:\n%s", chosen.describe())
         logger.info("sglang-dsv4 ops:\n%s", "\n".join(self.ops.describe()))
-        self.model = Model(self.config, chosen, self.ops, self.parallel)
+        storage = self._expert_storage(host.raw_config(config))
+        for note in storage.notes if self.parallel.rank == 0 else ():
+            logger.warning("sglang-dsv4: %s", note)
+        self.model = Model(self.config, chosen, self.ops, self.parallel, storage.groups)
         self.head = Weight(self.config.vocab_size // self.parallel.size, self.config.hidden_size)
         self.logits_processor = host.logits_processor(config)
+
+    def _expert_storage(self, raw: dict[str, Any]) -> ExpertStorage:
+        """Which experts stay in four bits: by the headers of the checkpoint, or where there are
+        none, by its config.json."""
+        value, device = self.chosen.routed_experts, self.ops.machine.device
+        held: expert_storage.HeldByLayer = {}
+        if expert_storage.wanted(value, device):
+            if host.has_headers():
+                held = expert_storage.from_headers(host.checkpoint_folder())
+            else:
+                held = expert_storage.from_claims(raw, self.config)
+        return expert_storage.decide(
+            self.config, held, chosen=value, device=device, ranks=self.parallel.size
+        )
 
     @torch.no_grad()
     def forward(
@@ -56,7 +74,13 @@ class DeepseekV4ForCausalLM(nn.Module):
         report = weights.load(
             self, stream, self.config, rank=rank, size=size, total_bytes=total, chosen=self.chosen
         )
+        pack_experts(self.ops, self.model)
         logger.info("sglang-dsv4 weights: %s", report)
+
+    def post_load_weights(self) -> None:
+        """Called by the host where it did not call `load_weights`."""
+        if host.loads_dummies():
+            pack_experts(self.ops, self.model)
 
 
 EntryClass = DeepseekV4ForCausalLM

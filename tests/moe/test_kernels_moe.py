@@ -7,6 +7,7 @@ import torch
 
 from op_checks import MACHINE, implementations, randn, thorough
 from sglang_dsv4.moe import kernels_triton, reference
+from sglang_dsv4.moe import kernels_triton_experts as grouped
 from tolerance import assert_close
 
 LIMIT = 1.0  # low enough that the clamp bites
@@ -70,11 +71,11 @@ TILES = [(3, 2, 9, 16, 256), (3, 2, 9, 16, 0), (40, 2, 4, 32, 0), thorough(100, 
 @pytest.mark.parametrize(("tokens", "top_k", "expert_count", "rows", "scanned"), TILES)
 def test_every_tile(monkeypatch, tokens, top_k, expert_count, rows, scanned):
     """Neither width fills its tiles, and both take several."""
-    assert kernels_triton._tiles(tokens * top_k, expert_count, 2).rows == rows
-    monkeypatch.setattr(kernels_triton, "_MAX_SCANNED_PAIRS", scanned)
+    assert grouped._Dense.tiles(tokens * top_k / expert_count, 2).rows == rows
+    monkeypatch.setattr(grouped, "_MAX_SCANNED_PAIRS", scanned)
     experts = random_experts(tokens, expert_count, top_k)
     *arguments, w13, w2 = inputs(experts, 200, 136, expert_count, torch.bfloat16)
-    result = kernels_triton.routed_experts(*arguments, amid_nan(w13), amid_nan(w2), limit=LIMIT)
+    result = grouped.routed_experts(*arguments, amid_nan(w13), amid_nan(w2), limit=LIMIT)
     arguments += w13, w2
     assert_close_but_for_the_activation(result, arguments)
 
@@ -86,20 +87,20 @@ def test_scanned_blocks_equal_sorted_blocks(monkeypatch, first):
     experts = torch.full((40, 1), 2)
     experts[:first] = 0
     arguments = inputs(experts.roll(7, 0), 32, 16, 3)
-    scanned = kernels_triton.routed_experts(*arguments, limit=LIMIT)
+    scanned = grouped.routed_experts(*arguments, limit=LIMIT)
     assert_close(scanned, reference.routed_experts(*arguments, limit=LIMIT))
-    monkeypatch.setattr(kernels_triton, "_MAX_SCANNED_PAIRS", 0)
-    assert torch.equal(kernels_triton.routed_experts(*arguments, limit=LIMIT), scanned)
+    monkeypatch.setattr(grouped, "_MAX_SCANNED_PAIRS", 0)
+    assert torch.equal(grouped.routed_experts(*arguments, limit=LIMIT), scanned)
 
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("counts", [(1, 1, 17, 0, 33), (16, 0, 0, 32, 4), (52, 0, 0, 0, 0)])
 def test_the_grid_holds_every_block(monkeypatch, counts):
     """One row more than full blocks is the worst case."""
-    monkeypatch.setattr(kernels_triton, "_MAX_SCANNED_PAIRS", 0)
+    monkeypatch.setattr(grouped, "_MAX_SCANNED_PAIRS", 0)
     experts = torch.arange(5).repeat_interleave(torch.tensor(counts)).to(MACHINE.device)
-    tiles = kernels_triton._tiles(len(experts), 5, 4)
-    blocks = kernels_triton._find_blocks(experts[:, None], 5, tiles)
+    tiles = grouped._Dense.tiles(len(experts) / 5, 4)
+    blocks = grouped._find_blocks(experts[:, None], 5, tiles)
     assert blocks.starts.tolist() == [sum(counts[:expert]) for expert in range(5)]
     assert blocks.order.tolist() == list(range(len(experts)))
     assert sum(math.ceil(count / tiles.rows) for count in counts) <= blocks.count
@@ -108,19 +109,19 @@ def test_the_grid_holds_every_block(monkeypatch, counts):
 @pytest.mark.kernels
 def test_outputs_may_be_computed_in_slabs(monkeypatch):
     arguments = inputs(random_experts(3, 4, 2), 136, 24, 4)
-    whole = kernels_triton.routed_experts(*arguments, limit=LIMIT)
-    monkeypatch.setattr(kernels_triton, "_OUTPUT_ELEMENTS", 6 * 130)  # 128 columns, and the rest
-    assert torch.equal(kernels_triton.routed_experts(*arguments, limit=LIMIT), whole)
+    whole = grouped.routed_experts(*arguments, limit=LIMIT)
+    monkeypatch.setattr(grouped, "_OUTPUT_ELEMENTS", 6 * 130)  # 128 columns, and the rest
+    assert torch.equal(grouped.routed_experts(*arguments, limit=LIMIT), whole)
 
 
 @pytest.mark.kernels
 def test_nan_stays_with_its_token_in_sorted_blocks(monkeypatch):
     """Token 0 also stands in for the rows that a block leaves empty."""
-    monkeypatch.setattr(kernels_triton, "_MAX_SCANNED_PAIRS", 0)
+    monkeypatch.setattr(grouped, "_MAX_SCANNED_PAIRS", 0)
     x, *rest = inputs(random_experts(9, 4, 2), 32, 16, 4)
-    whole = kernels_triton.routed_experts(x, *rest, limit=LIMIT)
+    whole = grouped.routed_experts(x, *rest, limit=LIMIT)
     x[0], x[4] = math.nan, math.nan
-    result = kernels_triton.routed_experts(x, *rest, limit=LIMIT)
+    result = grouped.routed_experts(x, *rest, limit=LIMIT)
     assert result[[0, 4]].isnan().all()
     kept = [1, 2, 3, 5, 6, 7, 8]
     assert torch.equal(result[kept], whole[kept])
@@ -129,7 +130,7 @@ def test_nan_stays_with_its_token_in_sorted_blocks(monkeypatch):
 def test_dtypes_that_differ_are_an_error():
     x, weights, experts, w13, w2 = inputs(random_experts(2, 3, 1), 16, 8, 3)
     with pytest.raises(ValueError, match="bfloat16.*float32"):
-        kernels_triton.routed_experts(x.bfloat16(), weights, experts, w13, w2, limit=LIMIT)
+        grouped.routed_experts(x.bfloat16(), weights, experts, w13, w2, limit=LIMIT)
 
 
 # ---- on a GPU, at the model's shapes ----
@@ -197,7 +198,7 @@ def test_a_replayed_layer_equals_eager(weights, tokens):
         scored = kernels_triton.route_scored(logits, bias, top_k=6, scale=1.5)
         hashed = kernels_triton.route_hashed(logits, token_ids, table, scale=1.5)
         outputs = [
-            kernels_triton.routed_experts(x, *routes, *weights, limit=10.0)
+            grouped.routed_experts(x, *routes, *weights, limit=10.0)
             for routes in (scored, hashed)
         ]
         return *scored, *hashed, *outputs

@@ -154,6 +154,16 @@ def test_overrides_of_the_config_are_checked(checkpoint: Path) -> None:
         plugin._check_checkpoint(arguments)
 
 
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_four_bits_that_are_not_there_are_refused(
+    checkpoint: Path, load_format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By headers, and by config.json; the checkpoint is dense."""
+    monkeypatch.setenv("SGLANG_DSV4_PRECISION", "routed_experts=fp4")
+    with pytest.raises(SystemExit, match="routed_experts=fp4 .* the checkpoint holds none, but"):
+        plugin._check_checkpoint(server_arguments(checkpoint, load_format=load_format))
+
+
 def test_weights_that_cannot_fit_are_refused_on_a_gpu(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

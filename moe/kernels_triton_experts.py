@@ -1,0 +1,374 @@
+"""The routed experts as Triton kernels: products of tokens grouped by expert.
+
+Source: the DeepSeek-V4 paper, section 2.1; `reference.py` is the definition. Sums are fp32; the
+activation between the two matrices of an expert is rounded to the tokens' dtype. Sums have a fixed
+order, so that two calls on equal tensors of one shape agree bit for bit. Grids depend on shapes
+alone.
+"""
+
+# Kernels are untyped: what their arguments are, a launch decides.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_dsv4.moe.kernels_triton import _least_power, _swiglu
+
+# Up to so many (token, choice) pairs, each program finds its own rows among all pairs, which saves
+# the launch of a kernel that sorts them.
+_MAX_SCANNED_PAIRS = 256
+
+# At most so many numbers of the pairs' outputs exist at once (128 MiB).
+_OUTPUT_ELEMENTS = 1 << 25
+
+
+def routed_experts(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    *,
+    limit: float,
+) -> torch.Tensor:
+    """The weighted sum, for every token, of its experts' outputs.
+
+    x       [T, D] float: the tokens.
+    weights [T, k] fp32 and experts [T, k] int64 in 0..E-1: as a router returned them.
+    w13     [E, 2 * I, D] float: gate rows, then up rows, of each expert.
+    w2      [E, D, I] float: each expert's output projection.
+    limit   see swiglu.
+    Returns [T, D] fp32. A token's result depends on no other token's values.
+    """
+    if not x.dtype == w13.dtype == w2.dtype:
+        raise ValueError(f"x, w13 and w2 must share a dtype: {x.dtype}, {w13.dtype}, {w2.dtype}")
+    return weighted_sum(x, weights, experts, _Dense(w13), _Dense(w2), limit)
+
+
+class Grouped(Protocol):
+    """Matrices [E, N, K] of whatever kind, and how they are multiplied."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """E, N, K."""
+
+    def rows(self, chosen: slice) -> "Grouped":
+        """Some rows of each."""
+
+    def tiles(self, average: float, element_size: int) -> "Tiles":
+        """average: pairs of an expert; element_size: bytes of a token's number."""
+
+    def multiply(
+        self,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        blocks: "Blocks",
+        tiles: "Tiles",
+        pairs_per_row: int = 1,
+        limit: float | None = None,
+    ) -> None:
+        """out[pair] = matrix of the pair's expert @ x[pair // pairs_per_row].
+
+        With a limit, matrices are twice as high as out is wide: gate rows, then up rows, for
+        swiglu.
+        """
+
+
+def weighted_sum(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    w13: Grouped,
+    w2: Grouped,
+    limit: float,
+) -> torch.Tensor:
+    """routed_experts for matrices of any kind."""
+    (tokens, top_k), (expert_count, hidden, width) = experts.shape, w2.shape
+    result = torch.empty(tokens, hidden, dtype=torch.float32, device=x.device)
+    pairs = tokens * top_k
+    if pairs == 0:
+        return result.zero_()
+    tiles = w13.tiles(pairs / expert_count, x.element_size())
+    blocks = _find_blocks(experts, expert_count, tiles)
+    activated = torch.empty(pairs, width, dtype=x.dtype, device=x.device)
+    w13.multiply(x.contiguous(), activated, blocks, tiles, top_k, limit)
+    step = max(_OUTPUT_ELEMENTS // pairs // 128, 1) * 128
+    for first in range(0, hidden, step):
+        columns = slice(first, first + step)
+        outputs = result.new_empty(pairs, min(step, hidden - first))
+        w2.rows(columns).multiply(activated, outputs, blocks, tiles)
+        _add_choices(outputs, weights.contiguous(), result[:, columns])
+    return result
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Tile of a grouped product: rows are pairs, columns are of the output; and how it is run."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Where a program finds the rows of its block: at most `tiles.rows` pairs of one expert.
+
+    order  [pairs]: where `starts` is None, the pairs' experts (pair p is choice p % k of token
+           p // k), and block p is led by pair p; else the pairs, sorted by expert.
+    starts [experts] int32: the place in `order` of each expert's first pair.
+    count  at most so many blocks are not empty.
+    """
+
+    order: torch.Tensor
+    starts: torch.Tensor | None
+    count: int
+    experts: int
+
+    @property
+    def scanned(self) -> int:
+        """Range of the search that each program does, 0 for none. Few variants, for compiling."""
+        if self.starts is not None:
+            return 0
+        return 64 if self.count <= 64 else _MAX_SCANNED_PAIRS
+
+
+def _find_blocks(experts: torch.Tensor, expert_count: int, tiles: Tiles) -> Blocks:
+    pairs = experts.numel()
+    chosen = experts.contiguous()
+    if pairs <= _MAX_SCANNED_PAIRS and tiles.rows == 16:
+        return Blocks(chosen, None, pairs, expert_count)
+    order = torch.empty(pairs, dtype=torch.int32, device=experts.device)
+    starts = torch.empty(expert_count, dtype=torch.int32, device=experts.device)
+    _sort_pairs_kernel[(expert_count,)](chosen, order, starts, pairs, BLOCK=1024)
+    # Each expert in use leaves at most `rows - 1` rows of its last block empty.
+    count = (pairs + min(pairs, expert_count) * (tiles.rows - 1)) // tiles.rows
+    return Blocks(order, starts, count, expert_count)
+
+
+class _Dense:
+    """Matrices [E, N, K] of any strides."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight, self.shape = weight, weight.shape
+
+    def rows(self, chosen: slice) -> "_Dense":
+        return _Dense(self.weight[:, chosen])
+
+    @staticmethod
+    def tiles(average: float, element_size: int) -> Tiles:
+        """Rows by the average number of pairs of an expert, all within 99 KiB of shared memory.
+
+        With few rows the weights are what is read: small tiles make many programs, each with
+        several loads under way. fp32 has no exact product on tensor cores, so its tiles are small.
+        """
+        if element_size > 2:
+            return Tiles(rows=16, columns=32, depth=64, warps=4, stages=3)
+        if average <= 8:
+            return Tiles(rows=16, columns=64, depth=128, warps=4, stages=3)
+        if average <= 24:
+            return Tiles(rows=32, columns=128, depth=64, warps=4, stages=4)
+        if average <= 96:
+            return Tiles(rows=64, columns=128, depth=64, warps=4, stages=3)
+        return Tiles(rows=128, columns=128, depth=64, warps=8, stages=3)
+
+    def multiply(
+        self,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        blocks: Blocks,
+        tiles: Tiles,
+        pairs_per_row: int = 1,
+        limit: float | None = None,
+    ) -> None:
+        gated = limit is not None
+        pairs, width = out.shape
+        columns = tiles.columns // 2 if gated else tiles.columns
+        _grouped_product_kernel[(blocks.count * triton.cdiv(width, columns),)](
+            x,
+            self.weight,
+            out,
+            blocks.order,
+            blocks.starts,
+            pairs,
+            width,
+            x.shape[1],
+            *self.weight.stride(),
+            limit if gated else 0.0,
+            EXPERTS=blocks.experts,
+            PAIRS=blocks.scanned,
+            PAIRS_PER_ROW=pairs_per_row,
+            GATED=gated,
+            WHOLE=x.shape[1] % tiles.depth == 0,
+            BLOCK_M=tiles.rows,
+            BLOCK_N=columns,
+            BLOCK_K=tiles.depth,
+            num_warps=tiles.warps,
+            num_stages=tiles.stages,
+        )
+
+
+def _add_choices(outputs: torch.Tensor, weights: torch.Tensor, result: torch.Tensor) -> None:
+    """result[t] = sum over c of weights[t, c] * outputs[t * k + c], in this order."""
+    tokens, top_k = weights.shape
+    block = 512
+    blocks = triton.cdiv(result.shape[1], block)
+    _add_choices_kernel[(tokens * blocks,)](
+        outputs,
+        weights,
+        result,
+        result.shape[1],
+        result.stride(0),
+        blocks,
+        TOP_K=top_k,
+        BLOCK=block,
+    )
+
+
+# ---- routed experts ----
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def _sort_pairs_kernel(experts, order, starts, pairs, BLOCK: tl.constexpr):
+    """One expert a program: counts the pairs that go before its own, then lists these in order."""
+    expert = tl.program_id(0)
+    each = tl.arange(0, BLOCK)
+    lower = tl.zeros((BLOCK,), tl.int32)
+    for first in range(0, pairs, BLOCK):
+        chosen = tl.load(experts + first + each, mask=first + each < pairs, other=expert)
+        lower += (chosen < expert).to(tl.int32)
+    place = tl.sum(lower, 0)
+    tl.store(starts + expert, place)
+    for first in range(0, pairs, BLOCK):
+        chosen = tl.load(experts + first + each, mask=first + each < pairs, other=-1)
+        mine = (chosen == expert).to(tl.int32)
+        tl.store(order + place + tl.cumsum(mine, 0) - 1, first + each, mask=mine > 0)
+        place += tl.sum(mine, 0)
+
+
+@triton.jit
+def scanned_block(experts, pairs, leader, PAIRS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The block that pair `leader` leads, if it does: expert, its pairs [BLOCK_M], their number.
+
+    Every BLOCK_M-th pair of an expert leads a block.
+    """
+    every = tl.arange(0, PAIRS)
+    expert = tl.load(experts + leader)
+    mine = tl.load(experts + every, mask=every < pairs, other=-1) == expert
+    rank = tl.cumsum(mine.to(tl.int32), 0) - 1
+    first = tl.sum((mine & (every < leader)).to(tl.int32), 0)
+    count = tl.minimum(tl.sum(mine.to(tl.int32), 0) - first, BLOCK_M)
+    wanted = first + tl.arange(0, BLOCK_M)
+    found = mine[None, :] & (rank[None, :] == wanted[:, None])
+    pair = tl.sum(tl.where(found, every[None, :], 0), 1)
+    return expert, pair, tl.where(first % BLOCK_M == 0, count, 0)
+
+
+@triton.jit
+def sorted_block(order, starts, pairs, block, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Block number `block` of the sorted pairs: expert, its pairs [BLOCK_M], their number."""
+    every = tl.arange(0, _least_power(EXPERTS))
+    start = tl.load(starts + every, mask=every < EXPERTS, other=pairs)
+    end = tl.load(starts + every + 1, mask=every + 1 < EXPERTS, other=pairs)
+    blocks = (end - start + (BLOCK_M - 1)) // BLOCK_M
+    last = tl.cumsum(blocks, 0)
+    expert = tl.sum((last <= block).to(tl.int32), 0)
+    mine = every == expert
+    skipped = (block - tl.sum(tl.where(mine, last - blocks, 0), 0)) * BLOCK_M
+    first = tl.sum(tl.where(mine, start, 0), 0) + skipped
+    # No expert is left for the blocks beyond the last: then all the sums are 0.
+    count = tl.minimum(tl.sum(tl.where(mine, end, 0), 0) - first, BLOCK_M)
+    row = tl.arange(0, BLOCK_M)
+    pair = tl.load(order + first + row, mask=row < count, other=0)
+    return expert, pair, count
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def _grouped_product_kernel(
+    x,
+    weight,
+    out,
+    order,
+    starts,
+    pairs,
+    width,
+    depth,
+    weight_expert,
+    weight_row,
+    weight_column,
+    limit,
+    EXPERTS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    PAIRS_PER_ROW: tl.constexpr,
+    GATED: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """One block of pairs of one expert, one tile of columns; see _multiply and Blocks.
+
+    Rows beyond a block's pairs compute token 0 and are not stored. Neighbouring programs share
+    their rows, and blocks of one expert follow each other, so that its weights are read once.
+    """
+    tiles = tl.cdiv(width, BLOCK_N)
+    block = tl.program_id(0) // tiles
+    if PAIRS > 0:
+        expert, pair, count = scanned_block(order, pairs, block, PAIRS, BLOCK_M)
+    else:
+        expert, pair, count = sorted_block(order, starts, pairs, block, EXPERTS, BLOCK_M)
+    if count <= 0:
+        return
+    pair = pair.to(tl.int64)
+    column = (tl.program_id(0) % tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    row = tl.minimum(column, width - 1)
+    x_tile = x + (pair // PAIRS_PER_ROW)[:, None] * depth + k[None, :]
+    weight += expert.to(tl.int64) * weight_expert
+    weight_tile = weight + row[None, :] * weight_row + k[:, None] * weight_column
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    ups = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for first in range(0, depth, BLOCK_K):
+        if WHOLE:
+            rows = tl.load(x_tile)
+            factors = tl.load(weight_tile)
+        else:
+            rows = tl.load(x_tile, mask=(first + k < depth)[None, :], other=0.0)
+            factors = tl.load(weight_tile, mask=(first + k < depth)[:, None], other=0.0)
+        total = tl.dot(rows, factors, total, input_precision="ieee")
+        if GATED:
+            up_tile = weight_tile + width * weight_row
+            if WHOLE:
+                factors = tl.load(up_tile)
+            else:
+                factors = tl.load(up_tile, mask=(first + k < depth)[:, None], other=0.0)
+            ups = tl.dot(rows, factors, ups, input_precision="ieee")
+        x_tile += BLOCK_K
+        weight_tile += BLOCK_K * weight_column
+    if GATED:
+        total = _swiglu(total, ups, limit)
+    stored = (tl.arange(0, BLOCK_M) < count)[:, None] & (column < width)[None, :]
+    tl.store(out + pair[:, None] * width + column[None, :], total, mask=stored)
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def _add_choices_kernel(
+    outputs, weights, result, width, result_stride, blocks, TOP_K: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One block of columns of one token."""
+    program = tl.program_id(0)
+    token = (program // blocks).to(tl.int64)
+    column = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    total = tl.zeros((BLOCK,), tl.float32)
+    for choice in tl.static_range(TOP_K):
+        pair = token * TOP_K + choice
+        output = tl.load(outputs + pair * width + column, mask=inside, other=0.0)
+        total += tl.load(weights + pair) * output
+    tl.store(result + token * result_stride + column, total, mask=inside)

@@ -1,0 +1,218 @@
+"""routed_experts_fp4 against routed_experts with the same values in dense matrices."""
+
+import importlib
+import math
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from op_checks import MACHINE, implementations, randn, thorough
+from sglang_dsv4 import dequant
+from sglang_dsv4.moe import kernels_triton_fp4, reference
+from sglang_dsv4.moe.fp4 import FP4Matrices
+from tolerance import assert_close
+
+LIMIT = 1.0  # low enough that the clamp bites
+NVFP4, MXFP4 = dequant.NVFP4_GROUP, dequant.MXFP4_GROUP
+
+
+def matrices(experts, rows, columns, *, group, parts, seed=0):
+    """Every code and many scales, subnormal ones among them."""
+    weight = FP4Matrices(experts, rows, columns, group=group, parts=parts).to(MACHINE.device)
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(256, weight.codes.shape, generator=generator)
+    low, high = (1, 0x48) if group == NVFP4 else (118, 128)
+    scales = torch.randint(low, high, weight.scales.shape, generator=generator)
+    weight.codes.copy_(codes)
+    weight.scales.copy_(scales)
+    weight.factors.copy_(torch.rand(weight.factors.shape, generator=generator) + 0.5)
+    weight.factors.mul_(columns**-0.5)
+    return weight
+
+
+def dense(weight):
+    """[E, N, K] fp32, by dequant, one matrix at a time."""
+    values = []
+    for codes, scales, factors in zip(weight.codes, weight.scales, weight.factors, strict=True):
+        if weight.group == MXFP4:
+            matrix = dequant.mxfp4(codes, scales)
+        else:
+            matrix = dequant.nvfp4(codes, scales, torch.ones(1, device=codes.device))
+        parts = matrix.chunk(weight.parts)
+        values.append(torch.cat([p * f for p, f in zip(parts, factors, strict=True)]))
+    return torch.stack(values)
+
+
+def inputs(tokens, hidden, width, experts, top_k, *, group, dtype=torch.float32):
+    """x, weights, experts, w13, w2."""
+    chosen = randn(tokens, experts, seed=1).argsort(dim=1)[:, :top_k].contiguous()
+    return (
+        randn(tokens, hidden, dtype=dtype),
+        randn(tokens, top_k, seed=2).abs(),
+        chosen,
+        matrices(experts, 2 * width, hidden, group=group, parts=2, seed=3),
+        matrices(experts, hidden, width, group=group, parts=1, seed=4),
+    )
+
+
+def prepared(op, *weights):
+    """Packed as the op's module wants it."""
+    module = importlib.import_module(op.__module__)
+    for weight in weights:
+        if hasattr(module, "pack"):
+            module.pack(weight)
+    return weights
+
+
+def check(op, arguments, limit=LIMIT):
+    """In BF16 the activation is off by 2^-9 of itself, once, unless the reference computes it."""
+    x, weights, experts, w13, w2 = arguments
+    values = dense(w13), dense(w2)
+    expected = reference.routed_experts(x, weights, experts, *values, limit=limit)
+    result = op(x, weights, experts, *prepared(op, w13, w2), limit=limit)
+    assert result.dtype is torch.float32
+    if x.dtype is torch.float32 or op is reference.routed_experts_fp4:
+        assert_close(result, expected)
+        return
+    error = (result - expected).double().norm(dim=1) / expected.double().norm(dim=1)
+    assert error.max() <= 2**-8, f"relative error {error.max()}"
+
+
+@pytest.fixture(params=implementations("routed_experts_fp4"))
+def op(request):
+    return request.param
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("group", [NVFP4, MXFP4])
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "width", "experts", "top_k"),
+    [(1, 128, 64, 8, 2), (9, 64, 32, 4, 3), (2, 256, 96, 3, 2), thorough(300, 64, 32, 3, 2)],
+)
+def test_equals_dense_matrices(op, dtype, group, tokens, hidden, width, experts, top_k):
+    check(op, inputs(tokens, hidden, width, experts, top_k, group=group, dtype=dtype))
+
+
+def test_no_tokens(op):
+    x, weights, experts, w13, w2 = inputs(0, 64, 32, 4, 2, group=NVFP4)
+    result = op(x, weights, experts, *prepared(op, w13, w2), limit=LIMIT)
+    assert result.shape == (0, 64) and result.dtype is torch.float32
+
+
+PICKED = (0, 1, 62, 63, 64, 65, 127, 128, 255, 300, 510, 511)  # inputs, in both halves of tiles
+
+
+@pytest.mark.parametrize(("group", "scales"), [(NVFP4, range(0x7F)), (MXFP4, range(100, 137))])
+def test_every_code_and_scale_is_exact(op, group, scales):
+    """w2 has every byte of codes in each row and one scale a row; each token's activation is 20 for
+    one input, else 0, so that its result is a column of w2."""
+    hidden, columns, device = 128, 512, MACHINE.device
+    w2 = FP4Matrices(1, hidden, columns, group=group, parts=1).to(device)
+    w2.codes.copy_(torch.arange(columns // 2, device=device))
+    w2.scales[0, : len(scales)].copy_(torch.tensor(scales, device=device)[:, None])
+    w2.factors.fill_(0.75)
+    w13 = FP4Matrices(1, 2 * columns, hidden, group=group, parts=2).to(device)
+    w13.codes.zero_()
+    for token, column in enumerate(PICKED):  # 1.0 for gate and up; silu(20) is 20 to 4e-8
+        w13.codes[0, [column, columns + column], token // 2] |= 2 << 4 * (token % 2)
+    w13.factors.copy_(torch.tensor([[20.0, 1.0]], device=device))
+    x = torch.eye(len(PICKED), hidden, dtype=torch.bfloat16, device=device)
+    routes = torch.ones(len(PICKED), 1), torch.zeros(len(PICKED), 1, dtype=torch.int64)
+    weights, experts = (each.to(device) for each in routes)
+    expected = dense(w2)[0][:, PICKED].T
+    result = op(x, weights, experts, *prepared(op, w13, w2), limit=math.inf) / 20
+    torch.testing.assert_close(result, expected, rtol=1e-6, atol=0)
+
+
+def test_stays_on_device(op):
+    x, weights, experts, w13, w2 = inputs(5, 64, 32, 4, 2, group=NVFP4)
+    prepared(op, w13, w2)
+    mode = FakeTensorMode()
+    for weight in (w13, w2):
+        for name, values in list(weight.named_parameters()):
+            fake = mode.from_tensor(values.detach())
+            setattr(weight, name, torch.nn.Parameter(fake, requires_grad=False))
+    with mode:
+        op(*map(mode.from_tensor, (x, weights, experts)), w13, w2, limit=LIMIT)
+
+
+def test_a_weight_is_packed_once():
+    w13 = matrices(2, 64, 64, group=NVFP4, parts=2)
+    unpacked = w13.codes.clone()
+    kernels_triton_fp4.pack(w13)
+    assert not torch.equal(w13.codes, unpacked)
+    low, high = w13.codes & 15, w13.codes >> 4
+    restored = torch.cat([low, high], dim=-1)  # 64 inputs are one tile
+    assert torch.equal(restored[..., ::2] | restored[..., 1::2] << 4, unpacked)
+    with pytest.raises(ValueError, match="packed already"):
+        kernels_triton_fp4.pack(w13)
+
+
+def test_what_cannot_be_multiplied_is_refused():
+    arguments = inputs(1, 64, 32, 4, 2, group=NVFP4)
+    with pytest.raises(ValueError, match="call pack"):
+        kernels_triton_fp4.routed_experts_fp4(*arguments, limit=LIMIT)
+    odd = matrices(1, 32, 48, group=NVFP4, parts=1)
+    with pytest.raises(ValueError, match="multiple of 32 inputs, found 48"):
+        kernels_triton_fp4.pack(odd)
+    large = matrices(1, 32, 64, group=MXFP4, parts=1)
+    large.scales[0, 3, 1] = 137
+    with pytest.raises(ValueError, match=r"largest is 2\^10: .*routed_experts=bf16"):
+        kernels_triton_fp4.pack(large)
+
+
+# ---- on a GPU, at the model's shapes ----
+
+SHAPES = {"flash": (4096, 2048, 256), "flash tp8": (4096, 256, 256), "pro tp8": (7168, 384, 384)}
+
+
+@pytest.fixture(scope="module", params=SHAPES.values(), ids=SHAPES)
+def shape(request):
+    yield request.param
+    torch.cuda.empty_cache()
+
+
+def real_inputs(tokens, shape, group):
+    """x, weights, experts, w13 and w2 with scales about 1, so that results are about 1."""
+    hidden, width, experts = shape
+    logits, bias = randn(tokens, experts), randn(experts, seed=9)
+    factors, chosen = reference.route_scored(logits, bias, top_k=6, scale=1.5)
+    pair = []
+    for rows, columns, parts in ((2 * width, hidden, 2), (hidden, width, 1)):
+        with torch.device("cuda"):
+            weight = FP4Matrices(experts, rows, columns, group=group, parts=parts)
+        weight.codes.random_(0, 256)
+        weight.scales.random_(*((0x30, 0x40) if group == NVFP4 else (126, 129)))
+        weight.factors.uniform_(0.2, 0.4).mul_(columns**-0.5)
+        pair.append(weight)
+    return randn(tokens, hidden, dtype=torch.bfloat16), factors, chosen, *pair
+
+
+@pytest.mark.gpu((8, 0))
+@pytest.mark.parametrize("group", [NVFP4, MXFP4])
+@pytest.mark.parametrize("tokens", [1, 8, 43, 300, 1025, 8192])
+def test_at_real_shapes(op, shape, group, tokens):
+    """The same codes in both orders: those of the reference are the checkpoint's."""
+    x, weights, experts, w13, w2 = real_inputs(tokens, shape, group)
+    expected = reference.routed_experts_fp4(x, weights, experts, w13, w2, limit=10.0)
+    result = op(x, weights, experts, *prepared(op, w13, w2), limit=10.0)
+    error = (result - expected).double().norm(dim=1) / expected.double().norm(dim=1)
+    assert expected.abs().max() > 0.01 and error.max() <= 2**-8, f"relative error {error.max()}"
+
+
+@pytest.mark.gpu((8, 0))
+@pytest.mark.parametrize("tokens", [1, 8, 64])
+def test_a_replay_equals_eager(op, shape, tokens):
+    """On other tokens and other experts than were captured, bit for bit."""
+    x, weights, experts, w13, w2 = real_inputs(tokens, shape, NVFP4)
+    pair = prepared(op, w13, w2)
+    static = [torch.zeros_like(each) for each in (x, weights, experts)]
+    op(*static, *pair, limit=10.0)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = op(*static, *pair, limit=10.0)
+    for each, value in zip(static, (x, weights, experts), strict=True):
+        each.copy_(value)
+    graph.replay()
+    assert torch.equal(result, op(x, weights, experts, *pair, limit=10.0))
