@@ -43,7 +43,7 @@ class Attention(nn.Module):
 
         hidden, q_lora = config.hidden_size, config.q_lora_rank
         group_width = config.num_attention_heads // config.o_groups * self.head_dim
-        self.inputs = Stack(hidden, {"wq_a": q_lora, "wkv": self.head_dim})
+        self.inputs = Stack(hidden, {"wq_a.weight": q_lora, "wkv.weight": self.head_dim})
         self.q_norm = Weight(q_lora)
         self.wq_b = Weight(self.heads * self.head_dim, q_lora)
         self.kv_norm = Weight(self.head_dim)
@@ -66,7 +66,7 @@ class Attention(nn.Module):
     def _projections(self) -> dict[str, int]:
         """Rows of what the compressors and the indexer take of the layer's input, in FP32."""
         return {
-            f"{part}.{name}": rows
+            f"{part}.{name}.weight": rows
             for part, module in (("compressor", self.compressor), ("indexer", self.indexer))
             for name, rows in (module.projections.items() if module is not None else ())
         }

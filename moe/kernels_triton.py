@@ -33,7 +33,8 @@ def route_scored(
     weights, experts = _empty_routes(tokens, top_k, logits.device)
     if tokens > 0:
         _route_scored_kernel[(tokens,)](
-            logits.contiguous(),
+            logits,
+            logits.stride(0),
             bias.contiguous(),
             weights,
             experts,
@@ -61,13 +62,13 @@ def route_hashed(
     weights, experts = _empty_routes(tokens, top_k, logits.device)
     if tokens > 0:
         _route_hashed_kernel[(triton.cdiv(tokens, 16),)](
-            logits.contiguous(),
+            logits,
+            logits.stride(0),
             token_ids.contiguous(),
             tid2eid.contiguous(),
             weights,
             experts,
             tokens,
-            logits.shape[1],
             scale,
             TOP_K=top_k,
             BLOCK_T=16,
@@ -84,11 +85,13 @@ def swiglu(gate_up: torch.Tensor, *, limit: float) -> torch.Tensor:
     Returns [..., I] in gate_up's dtype, computed in fp32 and rounded once.
     """
     width, block = gate_up.shape[-1] // 2, 1024
-    rows = gate_up.reshape(-1, 2 * width).contiguous()
+    rows = gate_up.reshape(-1, 2 * width)
     result = torch.empty(*gate_up.shape[:-1], width, dtype=gate_up.dtype, device=gate_up.device)
     blocks = triton.cdiv(width, block)
     if rows.shape[0] > 0:
-        _swiglu_kernel[(rows.shape[0] * blocks,)](rows, result, width, blocks, limit, BLOCK=block)
+        _swiglu_kernel[(rows.shape[0] * blocks,)](
+            rows, rows.stride(0), result, width, blocks, limit, BLOCK=block
+        )
     return result
 
 
@@ -133,18 +136,18 @@ def _score(logit):
 @triton.jit
 def _write_routes(
     logits,
+    logits_stride,
     chosen,
     weights,
     experts,
     token,
     inside,
-    expert_count,
     scale,
     TOP_K: tl.constexpr,
 ):
     """The scores of chosen [n, slots] for token [n], normalised, and chosen; as far as inside."""
     slot = tl.arange(0, chosen.shape[1])
-    logit = tl.load(logits + token[:, None] * expert_count + chosen, mask=inside, other=0.0)
+    logit = tl.load(logits + token[:, None] * logits_stride + chosen, mask=inside, other=0.0)
     score = tl.where(inside, _score(logit), 0.0)
     factor = tl.div_rn(scale, tl.sum(score, 1) + _SCORE_FLOOR)
     place = token[:, None] * TOP_K + slot[None, :]
@@ -155,6 +158,7 @@ def _write_routes(
 @triton.jit
 def _route_scored_kernel(
     logits,
+    logits_stride,
     bias,
     weights,
     experts,
@@ -167,7 +171,7 @@ def _route_scored_kernel(
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK_E)
     inside = expert < expert_count
-    biased = _score(tl.load(logits + token * expert_count + expert, mask=inside, other=0.0))
+    biased = _score(tl.load(logits + token * logits_stride + expert, mask=inside, other=0.0))
     biased += tl.load(bias + expert, mask=inside, other=0.0)
     # Keys are ordered as the numbers are; NaN comes first, so that it shows and is still an expert.
     bits = biased.to(tl.int32, bitcast=True)
@@ -183,19 +187,19 @@ def _route_scored_kernel(
     first = tl.zeros((1,), tl.int64) + token
     there = (slot < TOP_K)[None, :]
     _write_routes(
-        logits, chosen[None, :], weights, experts, first, there, expert_count, scale, TOP_K
+        logits, logits_stride, chosen[None, :], weights, experts, first, there, scale, TOP_K
     )
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _route_hashed_kernel(
     logits,
+    logits_stride,
     token_ids,
     tid2eid,
     weights,
     experts,
     tokens,
-    expert_count,
     scale,
     TOP_K: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -206,7 +210,7 @@ def _route_hashed_kernel(
     inside = (token < tokens)[:, None] & (slot < TOP_K)[None, :]
     token_id = tl.load(token_ids + token, mask=token < tokens, other=0).to(tl.int64)
     chosen = tl.load(tid2eid + token_id[:, None] * TOP_K + slot[None, :], mask=inside, other=0)
-    _write_routes(logits, chosen, weights, experts, token, inside, expert_count, scale, TOP_K)
+    _write_routes(logits, logits_stride, chosen, weights, experts, token, inside, scale, TOP_K)
 
 
 # ---- the gated activation ----
@@ -221,12 +225,12 @@ def _swiglu(gate, up, limit):
 
 
 @triton.jit
-def _swiglu_kernel(gate_up, result, width, blocks, limit, BLOCK: tl.constexpr):
+def _swiglu_kernel(gate_up, row_stride, result, width, blocks, limit, BLOCK: tl.constexpr):
     program = tl.program_id(0)
     row = (program // blocks).to(tl.int64)
     column = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
-    gate = tl.load(gate_up + row * 2 * width + column, mask=inside, other=0.0)
-    up = tl.load(gate_up + (row * 2 + 1) * width + column, mask=inside, other=0.0)
+    gate = tl.load(gate_up + row * row_stride + column, mask=inside, other=0.0)
+    up = tl.load(gate_up + row * row_stride + width + column, mask=inside, other=0.0)
     activated = _swiglu(gate.to(tl.float32), up.to(tl.float32), limit)
     tl.store(result + row * width + column, activated, mask=inside)

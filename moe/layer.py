@@ -11,7 +11,7 @@ from sglang_dsv4.backends import Ops
 from sglang_dsv4.config import DSV4Config
 from sglang_dsv4.moe.fp4 import FP4Matrices
 from sglang_dsv4.parallel import Parallel
-from sglang_dsv4.parameters import tensor
+from sglang_dsv4.parameters import Stack, tensor
 
 
 class MoE(nn.Module):
@@ -38,6 +38,8 @@ class MoE(nn.Module):
         assert width * parallel.size == config.moe_intermediate_size
         self.parallel = parallel
         hashed = layer_id < config.num_hash_layers
+        rows = {"gate.weight": config.n_routed_experts, "shared_experts.w13": 2 * width}
+        self.ops, self.inputs = ops, Stack(config.hidden_size, rows)
         self.gate = HashRouter(config, ops) if hashed else ScoredRouter(config, ops)
         self.experts = RoutedExperts(config, width, ops, expert_group)
         self.shared_experts = SharedExpert(config, width, ops)
@@ -48,8 +50,9 @@ class MoE(nn.Module):
         Ranks add their fp32 parts and only the sum is rounded, so that their number changes the
         order of additions and nothing else.
         """
-        weights, experts = self.gate(x, token_ids)
-        part = self.experts(x, weights, experts) + self.shared_experts(x)
+        logits, gate_up = self.inputs.parts(self.ops.linear_fp32(x, self.inputs.weight))
+        weights, experts = self.gate(logits, token_ids)
+        part = self.experts(x, weights, experts) + self.shared_experts(gate_up)
         return self.parallel.all_reduce(part).to(x.dtype)
 
 
@@ -61,14 +64,13 @@ class ScoredRouter(nn.Module):
         self.ops = ops
         self.top_k = config.num_experts_per_tok
         self.scale = config.routed_scaling_factor
-        self.weight = tensor(config.n_routed_experts, config.hidden_size)
         self.bias = tensor(config.n_routed_experts, dtype=torch.float32)
 
     def forward(
-        self, x: torch.Tensor, token_ids: torch.Tensor
+        self, logits: torch.Tensor, token_ids: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [T, D] -> weights [T, k] fp32, experts [T, k] int64; token_ids only fit the call."""
-        logits = self.ops.linear_fp32(x, self.weight)
+        """logits [T, E] fp32 -> weights [T, k] fp32, experts [T, k] int64; token_ids only fit the
+        call."""
         return self.ops.route_scored(logits, self.bias, top_k=self.top_k, scale=self.scale)
 
 
@@ -81,16 +83,14 @@ class HashRouter(nn.Module):
         super().__init__()
         self.ops = ops
         self.scale = config.routed_scaling_factor
-        self.weight = tensor(config.n_routed_experts, config.hidden_size)
         # Valid before anything is loaded: the host can fill weights, but no table, with dummies.
         table = torch.arange(config.num_experts_per_tok).repeat(config.vocab_size, 1)
         self.register_buffer("tid2eid", table)
 
     def forward(
-        self, x: torch.Tensor, token_ids: torch.Tensor
+        self, logits: torch.Tensor, token_ids: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [T, D], token_ids [T] -> weights [T, k] fp32, experts [T, k] int64."""
-        logits = self.ops.linear_fp32(x, self.weight)
+        """logits [T, E] fp32, token_ids [T] -> weights [T, k] fp32, experts [T, k] int64."""
         return self.ops.route_hashed(logits, token_ids, self.tid2eid, scale=self.scale)
 
 
@@ -128,10 +128,9 @@ class SharedExpert(nn.Module):
         super().__init__()
         self.ops = ops
         self.limit = config.swiglu_limit
-        self.w13 = tensor(2 * width, config.hidden_size)
         self.w2 = tensor(config.hidden_size, width)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, D] -> [T, D] fp32, this rank's part of the sum."""
-        activated = self.ops.swiglu(self.ops.linear_fp32(x, self.w13), limit=self.limit)
+    def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """gate_up [T, 2 * width] fp32 -> [T, D] fp32, this rank's part of the sum."""
+        activated = self.ops.swiglu(gate_up, limit=self.limit)
         return self.ops.linear_fp32(activated, self.w2)

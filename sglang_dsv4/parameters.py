@@ -20,8 +20,8 @@ class Weight(nn.Module):
 class Stack(nn.Module):
     """Matrices that multiply the same input, one below the other: one product serves them all.
 
-    rows: name of each in the checkpoint, as seen from the module that holds the stack, without
-    ".weight" -> its number of rows. columns: of the input.
+    rows: name of each, as seen from the module that holds the stack -> its number of rows.
+    columns: of the input.
     """
 
     def __init__(self, columns: int, rows: Mapping[str, int]) -> None:
@@ -34,9 +34,9 @@ class Stack(nn.Module):
         return product.split(list(self.rows.values()), dim=1)
 
     def matrices(self) -> dict[str, torch.Tensor]:
-        """Name in the checkpoint, seen as in `rows` -> view [rows, columns]."""
+        """Name, seen as in `rows` -> view [rows, columns]."""
         parts = self.weight.data.split(list(self.rows.values()))
-        return {f"{name}.weight": part for name, part in zip(self.rows, parts, strict=True)}
+        return dict(zip(self.rows, parts, strict=True))
 
 
 def tensor(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
@@ -45,7 +45,7 @@ def tensor(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
 
 
 def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Every parameter by its name in the checkpoint's words: those in a stack as views of it."""
+    """Every parameter by name, and the matrices in a stack, by theirs, as views of it."""
     found: dict[str, torch.Tensor] = dict(model.named_parameters())
     for path, module in model.named_modules():
         if isinstance(module, Stack):

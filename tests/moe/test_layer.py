@@ -12,6 +12,7 @@ from op_checks import MACHINE, assert_stays_on_device, randn
 from sglang_dsv4.backends import choose
 from sglang_dsv4.moe.layer import MoE
 from sglang_dsv4.parallel import Parallel
+from sglang_dsv4.parameters import named_weights
 from tolerance import assert_close
 
 VOCAB, HIDDEN, WIDTH, EXPERTS, TOP_K = 97, 64, 48, 8, 2
@@ -46,14 +47,15 @@ def make(layer_id, parallel=None, dtype=torch.float32) -> MoE:
     mine = slice(*(WIDTH // parallel.size * end for end in (parallel.rank, parallel.rank + 1)))
     w13 = randn(EXPERTS + 1, 2, WIDTH, HIDDEN, seed=1)[:, :, mine].flatten(1, 2) / math.sqrt(HIDDEN)
     w2 = randn(EXPERTS + 1, HIDDEN, WIDTH, seed=2)[:, :, mine] / math.sqrt(WIDTH)
-    layer.gate.weight.copy_(randn(EXPERTS, HIDDEN, seed=3) / math.sqrt(HIDDEN))
+    held = named_weights(layer)
+    held["gate.weight"].copy_(randn(EXPERTS, HIDDEN, seed=3) / math.sqrt(HIDDEN))
     if layer_id == HASHED:
         layer.gate.tid2eid.copy_(randn(VOCAB, EXPERTS, seed=4).argsort(dim=1)[:, :TOP_K])
     else:
         layer.gate.bias.copy_(randn(EXPERTS, seed=5))
     layer.experts.w13.copy_(w13[1:])
     layer.experts.w2.copy_(w2[1:])
-    layer.shared_experts.w13.copy_(w13[0])
+    held["shared_experts.w13"].copy_(w13[0])
     layer.shared_experts.w2.copy_(w2[0])
     return layer
 
