@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from sglang_dsv4 import (
     __version__,
+    cli_bench,
     cli_convert,
     cli_demo,
     cli_doctor,
@@ -31,6 +32,7 @@ examples:
   sglang-dsv4 inspect /models/v4          what it holds and needs, and whether it can be served
   sglang-dsv4 graph-check                 prove that a decode step can be one CUDA graph
   sglang-dsv4 precision                   what NVFP4 would cost in head, router and compressors
+  sglang-dsv4 bench                       time our ops and a decode step
   sglang-dsv4 warm --config flash         compile the kernels before a server needs them
   sglang-dsv4 make-tiny /tmp/tiny         a small random checkpoint, to try the server with
   sglang-dsv4 convert /models/v4 OUT      rewrite a checkpoint in NVFP4
@@ -38,8 +40,8 @@ examples:
 
 exit codes:
   0    all went well
-  1    a check failed (doctor, inspect, graph-check), a kernel could not be built (warm), or the
-       server or an answer is not as expected (demo)
+  1    a check failed (doctor, inspect, graph-check), a kernel could not be built (warm) or
+       timed (bench), or the server or an answer is not as expected (demo)
   2    the command line or what it names cannot be used
   130  interrupted
 """
@@ -72,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for module in (
         *(cli_demo, cli_make_tiny, cli_convert, cli_doctor, cli_graph_check),
-        *(cli_inspect, cli_precision, cli_warm),
+        *(cli_inspect, cli_precision, cli_warm, cli_bench),
     ):
         command = module.add_parser(commands)
         command.add_argument("--json", action="store_true", help="print one JSON object on stdout")

@@ -28,6 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("config", "settings", "parallel", "parameters", "checkpoint", "dequant", "components"),
         "json_files",
         *("graph_safety_rules", "graph_safety_kinds", "ablation_metrics"),
+        *("bench_timer", "bench_bytes", "bench_table"),
     ),
     (
         *("precision", "tensor_table", "formats", "quantise", "graph_safety_calls"),
@@ -51,8 +52,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("served", "cli_make_tiny", "graph_safety_step", "convert", "warmup"),
         *("inspect_plot", "doctor_checkpoint"),
     ),
-    ("graph_safety_device",),
-    ("graph_safety", "ablation"),
+    ("graph_safety_device", "bench_step"),
+    ("graph_safety", "ablation", "bench_ops"),
     ("cli_*",),
     ("cli", "plugin"),
 )

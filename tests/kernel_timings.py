@@ -11,7 +11,6 @@ graph without the calls is subtracted.
 import argparse
 import importlib
 import json
-import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,13 +19,10 @@ from typing import Any
 import torch
 
 from sglang_dsv4.backends import PROVIDERS, Machine
+from sglang_dsv4.bench_timer import microseconds
 
 Call = Callable[[], Any]
 Cases = Mapping[str, tuple[Callable[[], Call], int]]
-
-REPLAYS = 30
-CALLS = 10  # in a graph
-FLUSHED_BYTES = 256 << 20  # several times the largest L2
 
 
 def collected() -> dict[str, tuple[Callable[[], Call], int]]:
@@ -38,41 +34,6 @@ def collected() -> dict[str, tuple[Callable[[], Call], int]]:
         assert not repeated, f"{file.name} repeats {sorted(repeated)}"
         found.update(cases)
     return found
-
-
-def microseconds(call: Call) -> float:
-    """Of one call on the device, in a graph, with a cold L2."""
-    buffer = torch.empty(FLUSHED_BYTES, dtype=torch.uint8, device="cuda")
-    with_calls = _graph(lambda: (buffer.zero_(), call()))
-    without = _graph(buffer.zero_)
-    difference = _replay_time(with_calls) - _replay_time(without)
-    return difference * 1000 / CALLS
-
-
-def _graph(step: Call) -> torch.cuda.CUDAGraph:
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(CALLS):
-            step()
-    return graph
-
-
-def _replay_time(graph: torch.cuda.CUDAGraph) -> float:
-    """Milliseconds of a replay, the median."""
-    times = []
-    for _ in range(REPLAYS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(200_000)  # the host has launched everything before the clock starts
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times)
 
 
 def providers(op: str) -> dict[str, Any]:
@@ -100,10 +61,10 @@ def chosen(
 def timed(name: str, setup: Callable[[], Call], size: int) -> dict[str, Any]:
     """One case: its time in microseconds and its bandwidth, or the error."""
     try:
-        time = microseconds(setup())
+        time = microseconds(setup(), "cuda")
     except Exception as error:  # one broken case must not hide the others' times
         return {"case": name, "error": f"{type(error).__name__}: {error}"}
-    return {"case": name, "us": round(time, 1), "gbps": round(size / time / 1000)}
+    return {"case": name, "us": round(time, 1), "gbps": round(size / time / 1000) if time else ""}
 
 
 def main(argv: Sequence[str]) -> int:

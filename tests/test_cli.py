@@ -33,7 +33,7 @@ from sglang_dsv4.precision import COMPONENTS
 
 BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
 COMMANDS = (
-    *("demo", "make-tiny", "convert", "doctor", "graph-check"),
+    *("demo", "make-tiny", "convert", "doctor", "graph-check", "bench"),
     *("inspect", "precision", "warm"),
 )
 

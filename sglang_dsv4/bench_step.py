@@ -1,0 +1,157 @@
+"""The decode step that `bench` times: a cut of a preset's model, with random weights and contexts.
+
+A layer of each kind at the preset's widths; requests of one length whose pages lie anywhere, over
+caches that hold random numbers (zeros can be faster).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from sglang_dsv4.attention.cache import PAGE, LayerCache, allocate
+from sglang_dsv4.attention.metadata import Batch, list_width
+from sglang_dsv4.backends import Ops, prepare_attention
+from sglang_dsv4.cli_make_tiny import shipped_config
+from sglang_dsv4.config import DSV4Config
+from sglang_dsv4.graph_safety_step import DecodeStep, SmallLM
+from sglang_dsv4.parallel import Parallel
+from sglang_dsv4.precision import Precision
+
+DTYPE = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Preset:
+    """base: preset of make-tiny. ratios: of its layers, the first of them hash-routed. experts: of
+    the full model."""
+
+    base: str
+    ratios: tuple[int, ...]
+    experts: int
+
+
+# Pro has no layer of window attention alone, and two of its layers fill most of a GPU.
+PRESETS: Mapping[str, Preset] = {
+    "flash": Preset("flash-2l", (0, 4, 128), 256),
+    "pro": Preset("pro-2l", (4, 128), 384),
+    "tiny": Preset("tiny", (0, 4, 128), 8),
+}
+
+
+def preset_config(name: str, experts: int | None = None) -> DSV4Config:
+    """experts: fewer than the model's, where its own do not fit into memory."""
+    chosen = PRESETS[name]
+    raw: dict[str, Any] = shipped_config(chosen.base, "bfloat16") | {
+        "num_hidden_layers": len(chosen.ratios),
+        "compress_ratios": [*chosen.ratios, 0],  # the last is the draft layer's
+        "num_hash_layers": 1,
+        "n_routed_experts": experts or chosen.experts,
+    }
+    return DSV4Config.from_dict(raw)
+
+
+def make_step(
+    config: DSV4Config, ops: Ops, precision: Precision, batch: int, context: int
+) -> DecodeStep:
+    """A step of `batch` requests that have `context` tokens each, on the ops' machine."""
+    device = ops.machine.device
+    caches = _caches(config, batch, context, device)
+    for kind in set(config.layer_kinds):
+        width = list_width(
+            kind, window=config.sliding_window, top_k=config.index_topk, max_len=context + 1
+        )
+        prepare_attention(
+            ops,
+            tokens=batch,
+            heads=config.num_attention_heads,
+            width=width,
+            scale=config.head_dim**-0.5,
+            device=device,
+        )
+    lm = _model(config, ops, precision, device)
+    step = DecodeStep(lm, config.sliding_window, caches, _batch(batch, context), device)
+    generator = torch.Generator().manual_seed(1)
+    step.ids.copy_(torch.randint(0, config.vocab_size, (batch,), generator=generator))
+    return step
+
+
+def _pages(context: int) -> int:
+    """Of one request, its new token included."""
+    return context // PAGE + 1
+
+
+def _batch(requests: int, context: int) -> Batch:
+    """One new token each, on the CPU. Request r has slot r + 1."""
+    pages = requests * _pages(context)
+    order = torch.randperm(pages, generator=torch.Generator().manual_seed(0)) + 1
+    prefix = torch.full((requests,), context)
+    return Batch(
+        positions=prefix,
+        request=torch.arange(requests),
+        request_slots=torch.arange(requests) + 1,
+        prefix_lens=prefix.clone(),
+        new_lens=torch.ones_like(prefix),
+        page_table=order.view(requests, -1),
+        window_map=torch.arange((1 + pages) * PAGE),
+        max_len=context + 1,
+    )
+
+
+def _caches(config: DSV4Config, requests: int, context: int, device: str) -> tuple[LayerCache, ...]:
+    pages = 1 + requests * _pages(context)
+    made = allocate(
+        config,
+        pages=pages,
+        window_pages=pages,
+        requests=requests + 1,
+        dtype=DTYPE,
+        device=device,
+    )
+    generator = torch.Generator(device).manual_seed(0)
+    for cache in made:
+        for state in vars(cache).values():
+            if isinstance(state, torch.Tensor):
+                state.uniform_(0.5, 1.5, generator=generator)
+        cache.kv.sub_(1.0)
+        cache.kv[0] = 0
+    return made
+
+
+def _model(config: DSV4Config, ops: Ops, precision: Precision, device: str) -> SmallLM:
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(DTYPE)
+    with torch.device(device):
+        lm = SmallLM(config, ops, precision, Parallel())
+    torch.set_default_dtype(previous)
+    generator = torch.Generator(device).manual_seed(0)
+    for name, parameter in lm.named_parameters():
+        with torch.no_grad():
+            _fill(name, parameter, generator)
+    for name, table in lm.named_buffers():
+        if name.endswith("tid2eid"):
+            _fill_hash_table(table, config)
+    return lm
+
+
+def _fill(name: str, parameter: nn.Parameter, generator: torch.Generator) -> None:
+    """Norms 1, matrices of a size that keeps vectors', four-bit codes any; factors and scales stay
+    what they are built with."""
+    if parameter.dtype is torch.uint8:
+        if name.endswith(".codes"):
+            parameter.random_(0, 256, generator=generator)
+    elif name.endswith(".factors") or parameter.ndim == 1:
+        parameter.fill_(1.0)
+    else:
+        bound = (3.0 / parameter.shape[-1]) ** 0.5
+        parameter.uniform_(-bound, bound, generator=generator)
+
+
+def _fill_hash_table(table: torch.Tensor, config: DSV4Config) -> None:
+    """Distinct experts for each token id, and all of them in use."""
+    stride = max(1, config.n_routed_experts // config.num_experts_per_tok)
+    places = torch.arange(config.num_experts_per_tok, device=table.device) * stride
+    ids = torch.arange(config.vocab_size, device=table.device).unsqueeze(1)
+    table.copy_((ids + places) % config.n_routed_experts)
