@@ -11,7 +11,8 @@ from types import MappingProxyType
 from typing import Any
 
 from sglang_dsv4.cli_make_tiny import shipped_config, write_config
-from sglang_dsv4.config import DSV4Config, write_json
+from sglang_dsv4.config import DSV4Config
+from sglang_dsv4.json_files import write_json
 from sglang_dsv4.tiny_formats import RECIPES
 
 NO_PLUGIN = "__none__"  # of SGLANG_PLUGINS: SGLang's built-in model
@@ -106,7 +107,7 @@ def weight_bytes(raw: Mapping[str, Any], variant: Variant) -> float:
     from sglang_dsv4.tensor_table import expected_tensors
 
     config = DSV4Config.from_dict(dict(raw))
-    all_dense = planned(expected_tensors(config), {}, torch.bfloat16, 1)
+    all_dense = planned(expected_tensors(config), torch.bfloat16, 1)
     matrix = config.moe_intermediate_size * config.hidden_size
     values = 3 * matrix * config.n_routed_experts * config.num_hidden_layers
     return all_dense - 2 * values + variant.expert_bytes * values
