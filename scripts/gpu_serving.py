@@ -31,6 +31,14 @@ def options(run: Run, **changed: str | None) -> dict[str, str | None]:
     return {"--device": run.device, "--sleep-on-idle": None, **named}
 
 
+def user_server(
+    run: Run, folder: Path, log: str, env: dict[str, str] | None = None, **changed: str | None
+) -> Server:
+    """One that starts as users start it: its start is measured, and no process that has begun to
+    use a GPU may be forked."""
+    return Server(folder, run.out / log, options=options(run, **changed), env=env, forked=False)
+
+
 def started(server: Server) -> float:
     """Seconds until the server answers."""
     serving.START_LIMIT = START_LIMIT
@@ -96,8 +104,7 @@ def nano(run: Run) -> dict[str, Any]:
     import nano as trained
 
     checks, cold = Checks(), caches(run.out / "cold_caches")
-    whole = Server(trained.FOLDER, run.out / "nano_cold.log", env=cold,
-                   options=options(run, max_running_requests="32"))  # fmt: skip
+    whole = user_server(run, trained.FOLDER, "nano_cold.log", cold, max_running_requests="32")
     try:
         checks.add("time to ready, cold", True, f"{started(whole)} s")
         _says_who_serves(checks, whole, run.on_gpu)
@@ -107,8 +114,7 @@ def nano(run: Run) -> dict[str, Any]:
         _paths(checks, whole, prompt, direct)
     finally:
         whole.stop()
-    chunked = Server(trained.FOLDER, run.out / "nano_warm.log", env=cold,
-                     options=options(run, chunked_prefill_size="512"))  # fmt: skip
+    chunked = user_server(run, trained.FOLDER, "nano_warm.log", cold, chunked_prefill_size="512")
     try:
         checks.add("time to ready, warm", True, f"{started(chunked)} s")
         checks.compare("chunks of 512 tokens = whole", chunked.generate(prompt, 48), direct)
@@ -196,15 +202,16 @@ def dummy(run: Run) -> dict[str, Any]:
         folder = run.out / f"dummy_{preset}"
         raw = shipped_config(preset, "bfloat16") | changes
         write_config(folder, raw)
-        served = options(
+        server = user_server(
             run,
+            folder,
+            f"dummy_{preset}.log",
             load_format="dummy",
             context_length="16384" if run.on_gpu else "4096",
             max_total_tokens="131072" if run.on_gpu else "16384",
             max_running_requests="64" if run.on_gpu else "8",
             chunked_prefill_size=str(CHUNK),
         )
-        server = Server(folder, run.out / f"dummy_{preset}.log", options=served)
         try:
             checks.add(f"{name}: time to ready", True, f"{started(server)} s")
             _says_who_serves(checks, server, run.on_gpu)

@@ -5,23 +5,28 @@ other programs believe it.
 """
 
 import json
-import re
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+import regex
+
 from sglang_dsv4.census import Census
 from sglang_dsv4.formats import TensorFormat
 
 CONFIG, MODELOPT_CONFIG = "config.json", "hf_quant_config.json"
+# A regular expression may take for ever: seconds for all of a config's, characters of one, which
+# bound the time that it takes to compile.
+MATCHING, LONGEST_PATTERN = 5.0, 1000
 
 _FP8 = TensorFormat.FP8.value
 _MXFP4 = TensorFormat.MXFP4.value
 _NVFP4 = (TensorFormat.NVFP4.value, TensorFormat.COMPRESSED_TENSORS.value)
 
 # By either names.
-_AN_EXPERT = ("layers.0.ffn.experts.0.w1.weight", "model.layers.0.mlp.experts.0.gate_proj.weight")
+_AN_EXPERT = ("layers.0.ffn.experts.0.w1", "model.layers.0.mlp.experts.0.gate_proj")
 
 
 def contradictions(folder: Path, census: Census) -> list[str]:
@@ -46,8 +51,9 @@ def contradictions(folder: Path, census: Census) -> list[str]:
 def experts(raw: Mapping[str, Any]) -> TensorFormat | None:
     """The format of the routed experts by a config.json alone; None where it names none."""
     said = _mapping(raw, "quantization_config")
+    end = time.monotonic() + MATCHING
     ignored = _texts(said.get("ignore"))
-    spared = any(_match(name, ignored) for name in _AN_EXPERT)
+    spared = any(_matches_in_time(pattern, name, end) for pattern in ignored for name in _AN_EXPERT)
     if "NVFP4" in _algorithms(said, _groups(said)) and not spared:
         packed = str(said.get("quant_method")).startswith("compressed")
         return TensorFormat.COMPRESSED_TENSORS if packed else TensorFormat.NVFP4
@@ -88,11 +94,7 @@ def _about(said: Mapping[str, Any], found: set[str], census: Census) -> Iterator
     if unsaid:
         yield f"it says {' and '.join(sorted(words))}, some tensors are {_list(unsaid)}"
     yield from _about_sizes(said, groups, found)
-    ignored = [*_texts(said.get("ignore")), *_texts(said.get("exclude_modules"))]
-    for (_, held), name in sorted(census.examples.items()):
-        pattern = _match(name, ignored) if held in _NVFP4 else None
-        if pattern is not None:
-            yield f"it leaves {pattern} unquantised, {name} is {held}"
+    yield from _about_ignored(said, census)
     targets = {target for group in groups for target in _texts(group.get("targets"))}
     others = {held for held in found if held not in _NVFP4}
     if "Linear" in targets and "NVFP4" in words and others:
@@ -141,18 +143,47 @@ def _about_sizes(
             yield f"group_size is {size}, groups of NVFP4 are of 16"
 
 
-def _match(name: str, patterns: Sequence[str]) -> str | None:
-    """The first pattern (a name, a glob, or a regular expression after "re:") for a module."""
-    module = name.removesuffix(".weight")
-    for pattern in patterns:
-        if pattern.startswith("re:"):
-            try:
-                matched = re.match(pattern[3:], module) is not None
-            except (re.error, OverflowError, RecursionError):
-                continue
-        else:
-            bare = pattern.removeprefix("model.")
-            matched = fnmatch(module.removeprefix("model."), bare)
-        if matched:
-            return pattern
-    return None
+def _about_ignored(said: Mapping[str, Any], census: Census) -> Iterator[str]:
+    """Modules that the section leaves unquantised, and that are not."""
+    quantised = {name: held for (_, held), name in sorted(census.examples.items())}
+    quantised = {name: held for name, held in quantised.items() if held in _NVFP4}
+    left_out: dict[str, str] = {}  # name -> the first pattern that matches it
+    unchecked = []
+    end = time.monotonic() + MATCHING
+    for pattern in [*_texts(said.get("ignore")), *_texts(said.get("exclude_modules"))]:
+        try:
+            for name in quantised.keys() - left_out.keys():
+                if _matches(pattern, name.removesuffix(".weight"), end):
+                    left_out[name] = pattern
+        except TimeoutError:
+            unchecked.append(pattern[:60])
+    for name, held in quantised.items():
+        if name in left_out:
+            yield f"it leaves {left_out[name]} unquantised, {name} is {held}"
+    if unchecked:
+        others = f" and {len(unchecked) - 1} more" if len(unchecked) > 1 else ""
+        yield f"what {unchecked[0]}{others} would leave unquantised takes too long: not checked"
+
+
+def _matches_in_time(pattern: str, module: str, end: float) -> bool:
+    """`_matches`, or False for what takes too long."""
+    try:
+        return _matches(pattern, module, end)
+    except TimeoutError:
+        return False
+
+
+def _matches(pattern: str, module: str, end: float) -> bool:
+    """Whether a name, a glob, or a regular expression after "re:" is for a module.
+
+    end: of the time for regular expressions, as time.monotonic() has it. Raises TimeoutError.
+    """
+    if not pattern.startswith("re:"):
+        return fnmatch(module.removeprefix("model."), pattern.removeprefix("model."))
+    left = end - time.monotonic()
+    if left <= 0 or len(pattern) > LONGEST_PATTERN:
+        raise TimeoutError
+    try:
+        return regex.match(pattern[3:], module, timeout=left) is not None
+    except (regex.error, OverflowError, RecursionError):
+        return False

@@ -18,6 +18,13 @@ from sglang_dsv4.checkpoint import Header
 
 # Values computed at a time, in FP32: what a CPU's cache holds, several times faster than more.
 CHUNK = 1 << 18
+# Where each operation is a launch: whole experts, in 256 MiB.
+LARGE_CHUNK = 1 << 26
+
+
+def chunk_of(device: torch.device) -> int:
+    """How many values are computed at a time on a device."""
+    return CHUNK if device.type == "cpu" else LARGE_CHUNK
 
 
 class TensorFormat(Enum):
@@ -263,7 +270,8 @@ class Stored:
         rows = range(first + rows.start, first + rows.stop)
         across = _blocks(columns, layout.columns)
         left = columns.start - across.start * layout.columns
-        step = max(1, CHUNK // (len(across) * layout.columns * layout.rows)) * layout.rows
+        chunk_values = chunk_of(region.device)
+        step = max(1, chunk_values // (len(across) * layout.columns * layout.rows)) * layout.rows
         for top in range(rows.start - rows.start % layout.rows, rows.stop, step):
             chunk = range(max(top, rows.start), min(top + step, rows.stop))
             down = _blocks(chunk, layout.rows)

@@ -22,7 +22,6 @@ from sglang_dsv4.census import Census, component
 from sglang_dsv4.checkpoint import CheckpointError, Header
 from sglang_dsv4.config import DSV4Config
 from sglang_dsv4.formats import (
-    CHUNK,
     DTYPE_NAMES,
     FOUR_BITS,
     LAYOUTS,
@@ -30,6 +29,7 @@ from sglang_dsv4.formats import (
     Part,
     Stored,
     TensorFormat,
+    chunk_of,
 )
 from sglang_dsv4.ledger import Delivery, Ledger, counted, is_matrix
 from sglang_dsv4.moe.fp4 import FP4Matrices
@@ -259,10 +259,10 @@ def _fill_rounded(region: Tensor, stored: Stored, rows: range, columns: range) -
             f" {values.shape[1]}: leave its component at bf16 ({VARIABLE})"
         )
     low, high = torch.aminmax(values, dim=1)
-    largest = values[torch.maximum(-low, high).argmax()].unsqueeze(0)
-    step = max(1, CHUNK // values.shape[1])
+    largest = values[torch.maximum(-low, high).argmax()].unsqueeze(0).to(region.device)
+    step = max(1, chunk_of(region.device) // values.shape[1])
     for first in range(rows.start, rows.stop, step):
-        chunk = values[first : min(first + step, rows.stop)]
+        chunk = values[first : min(first + step, rows.stop)].to(region.device)
         rounded = dequant.nvfp4(*quantise.nvfp4(torch.cat([chunk, largest])))[: len(chunk)]
         part = region[first - rows.start :][: len(chunk)]
         part.copy_(rounded[:, columns.start : columns.stop])

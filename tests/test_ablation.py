@@ -289,6 +289,19 @@ def test_a_session_generates_what_it_reads(checkpoint: Path) -> None:
         assert equal_tokens(logits, len(prompt), wrong) == 3
 
 
+def test_a_session_reads_in_steps_what_it_reads_at_once(checkpoint: Path) -> None:
+    """The first request's second HCA window, of tokens 128 to 255, closes in the second step, with
+    what the first one kept of it beside the other request."""
+    config = DSV4Config.from_checkpoint(checkpoint)
+    whole, story = Subject(checkpoint, config, "", torch.float32), oracle.story()
+    texts = [story[:260], TEXT[30:49]]
+    parts = [story[:250], TEXT[30:41]], [story[250:257], TEXT[41:42]], [story[257:260], TEXT[42:49]]
+    session = ablation.Session(config, [len(ids) for ids in texts], torch.float32)
+    steps = [session.step(whole.lm, new) for new in parts]
+    found = [torch.cat(logits) for logits in zip(*steps, strict=True)]
+    torch.testing.assert_close(found, Oracle(checkpoint).logits(texts), atol=1e-4, rtol=0)
+
+
 def test_configurations_share_what_is_equal(checkpoint: Path) -> None:
     config = DSV4Config.from_checkpoint(checkpoint)
     whole = Subject(checkpoint, config, "", torch.float32)

@@ -52,7 +52,8 @@ def test_every_op_that_a_step_calls_is_noted(by_op: dict[str, list[Called]], ops
     assert unused <= {"routed_experts_fp4"}  # of experts in four bits alone
     counts = {op: sum(call.count for call in calls) for op, calls in by_op.items()}
     wanted = {
-        "rms_norm": 10, "mhc_pre": 6, "mhc_post": 6, "mhc_head": 1, "query_norm_rope": 3,
+        "linear_fp32": 9, "rms_norm": 10, "mhc_pre": 6, "mhc_post": 6, "mhc_head": 1,
+        "query_norm_rope": 3,
         "kv_norm_rope_store": 3, "compress_csa": 2, "compress_hca": 1, "index_query": 1,
         "select_entries": 1, "csa_index_list": 1, "sparse_attention": 3, "route_scored": 2,
         "route_hashed": 1, "routed_experts": 3, "swiglu": 3,
@@ -260,8 +261,8 @@ def test_tables_show_steps_ops_and_failures(capsys: pytest.CaptureFixture[str]) 
     ("options", "why"),
     [
         (["--preset", "flash"], "--preset flash needs a GPU"),
-        (["--only", "gone"], "--only gone: the ops are rms_norm"),
-        (["--without", "gone"], "--without gone: the providers are flashinfer"),
+        (["--only", "gone"], "--only gone: the ops are linear_fp32"),
+        (["--without", "gone"], "--without gone: the providers are cublas"),
         (["--experts", "9"], "--experts 9: 2 to 8"),
         (["--context", "8192"], "--context 8192: the model has at most 8191"),
     ],

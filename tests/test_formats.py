@@ -1,10 +1,13 @@
 """Every format that circulates gives the parameters of its dense twin, bit for bit."""
 
+import contextlib
 import json
 import random
 import re
 import shutil
-from collections.abc import Callable, Mapping
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +28,16 @@ from checkpoint_files import (
     write,
     write_holes,
 )
-from sglang_dsv4 import cli_make_tiny, tiny_formats
+from sglang_dsv4 import cli_make_tiny, format_claims, formats, quantise, tiny_formats, weights
+from sglang_dsv4.checkpoint import Header
 from sglang_dsv4.cli_make_tiny import write_checkpoint
 from sglang_dsv4.config import DSV4Config
+from sglang_dsv4.formats import Found, Part, Stored, TensorFormat
 from sglang_dsv4.tiny_formats import RECIPES
 from sglang_dsv4.weights import CheckpointError, LoadReport, check, load
 
 CONFIG = DSV4Config.from_dict(cli_make_tiny.shipped_config("tiny", "bfloat16"))
+CONFIG_OF_PRO = DSV4Config.from_dict(cli_make_tiny.shipped_config("pro-2l", "bfloat16"))
 FORMATS = [name for name in RECIPES if name != "bf16"]
 E4M3, E8M0, BYTES = torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.uint8
 
@@ -119,6 +125,54 @@ def test_ranks_hold_their_shares(name: str, size: int, made: Made) -> None:
     for rank in (0, size // 2, size - 1):
         found, _ = loaded(tensors, rank, size)
         assert_same(found, {n: share(n, values, rank, size) for n, values in whole.items()})
+
+
+@pytest.mark.parametrize("name", ["vendor", "compressed-tensors-w4a4"])
+def test_chunks_give_what_the_whole_gives(
+    name: str, made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank's share of some matrices begins and ends within a block, and so do chunks of it."""
+    tensors = dict(read(made[name]))
+    expected, _ = loaded(tensors, 1, 8)
+    monkeypatch.setattr(formats, "CHUNK", 1 << 12)
+    assert_same(loaded(tensors, 1, 8)[0], expected)
+
+
+def stored(*parts: tuple[Part, Tensor]) -> Stored:
+    """A weight as it is while it loads."""
+    weight = Stored("w.weight")
+    for part, tensor in parts:
+        header = Header(formats.DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
+        weight.add(part, Found(f"w.{part.name}", header, tensor))
+    return weight
+
+
+@pytest.mark.parametrize(("device", "chunks"), [("cpu", 4), ("meta", 1)])
+def test_chunks_are_of_the_size_for_the_device(
+    device: str, chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device without memory stands for a GPU, which computes as much as it can at once."""
+    seen: list[torch.device] = []
+
+    def seen_by(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *given: seen.extend({t.device for t in given}) or function(*given)
+
+    layout = formats.LAYOUTS[TensorFormat.FP8]
+    watched = replace(layout, dequantise=seen_by(layout.dequantise))
+    monkeypatch.setitem(formats.LAYOUTS, TensorFormat.FP8, watched)
+    monkeypatch.setattr(quantise, "nvfp4", seen_by(quantise.nvfp4))
+    rows, columns = range(512), range(2048)
+    region = torch.empty(512, 2048, device=device)
+    codes, scales = torch.ones(region.shape).to(E4M3), torch.ones(4, 16)
+    fp8 = stored((Part.WEIGHT, codes), (Part.SCALE, scales))
+    fp8.fill(region, rows, columns, matrix=0, matrices=1)
+    assert seen == [torch.device(device)] * chunks
+    seen.clear()
+    dense = stored((Part.WEIGHT, torch.ones(region.shape)))
+    weights._fill_rounded(region, dense, rows, columns)
+    assert seen == [torch.device(device)] * chunks
+    expert = CONFIG_OF_PRO.hidden_size * CONFIG_OF_PRO.moe_intermediate_size
+    assert formats.chunk_of(torch.device("cuda")) >= expert > formats.chunk_of(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("name", ["vendor", "nvfp4-all"])
@@ -577,6 +631,10 @@ CLAIMS: dict[str, tuple[str, Said, str]] = {
         *("nvfp4-all", {"quant_algo": "NVFP4", "ignore": ["*.mlp.gate"]}),
         "it leaves *.mlp.gate unquantised, model.layers.0.mlp.gate.weight is NVFP4",
     ),
+    "ignored by a regular expression": (
+        *("nvfp4-all", {"quant_algo": "NVFP4", "ignore": [r"re:.*\.\d+\.mlp\.gate$"]}),
+        r"it leaves re:.*\.\d+\.mlp\.gate$ unquantised, model.layers.0.mlp.gate.weight is NVFP4",
+    ),
     "nonsense": ("vendor", {"quant_method": 3, "ignore": ["re:("], "config_groups": []}, ""),
 }
 
@@ -593,6 +651,49 @@ def test_contradictions_of_the_config_are_told(
     lines = check(folder, CONFIG).contradictions
     assert len(lines) == bool(told), lines
     assert not told or told in lines[0]
+
+
+@contextlib.contextmanager
+def time_limit(seconds: int) -> Iterator[None]:
+    """Fails what would go on for ever; matching looks for signals."""
+
+    def late(*_: object) -> None:
+        raise AssertionError(f"not done after {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"re:(?:.|.)*\.\d$",  # two ways to read every character
+        r"re:(?:(?:.{0,99}){0,99}){0,99}\.\d$",
+        "re:" + "a|" * 500,  # matched at once, but one of millions would be compiled for minutes
+    ],
+    ids=lambda pattern: pattern[:20],
+)
+def test_patterns_that_would_take_for_ever_are_told(
+    pattern: str, made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bounded time; what else is ignored is compared all the same."""
+    monkeypatch.setattr(format_claims, "MATCHING", 0.2)
+    folder = shutil.copytree(made["nvfp4-all"], tmp_path / "copy")
+    (folder / "hf_quant_config.json").unlink(missing_ok=True)
+    raw = json.loads((folder / "config.json").read_text())
+    said = {"quant_algo": "NVFP4", "ignore": [pattern, "*.mlp.gate"]}
+    (folder / "config.json").write_text(json.dumps(raw | {"quantization_config": said}))
+    with time_limit(20):
+        ignored, unchecked = check(folder, CONFIG).contradictions
+    assert "it leaves *.mlp.gate unquantised" in ignored
+    assert unchecked == (
+        f"config.json: what {pattern[:60]} would leave unquantised takes too long: not checked"
+    )
 
 
 def test_experts_of_another_dtype_than_said(made: Made, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from serving import Reply
+from serving import Reply, Server
 from sglang_dsv4.config import DSV4Config
 
 sys.path.append(str(Path(__file__).parents[1] / "scripts"))
@@ -142,6 +142,29 @@ def reply(tokens: str, logprobs: float = -1.0, gap: float = 2.0) -> Reply:
 def test_only_near_ties_let_tokens_part(one: Reply, other: Reply, ok: bool, alike: int) -> None:
     result = serving_parts.compared(one, other)
     assert (result["ok"], result["alike"]) == (ok, alike)
+
+
+def test_servers_start_as_users_start_them(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that is served in a run: a start is measured, and a GPU stands no fork."""
+    commands = []
+
+    def started(server: Server) -> float:
+        commands.append(server.command())
+        return 0.0
+
+    monkeypatch.setattr(serving_parts, "started", started)
+    for name in ("_says_who_serves", "_answers", "_paths", "_dummy_paths", "step_ms"):
+        monkeypatch.setattr(serving_parts, name, lambda *_: 0.0)
+    monkeypatch.setattr(serving_parts, "_long_prompt", lambda _: [1])
+    monkeypatch.setattr(Server, "generate", lambda *_: reply("a"))
+    monkeypatch.setattr(Server, "stop", lambda _: None)
+    assert serving_parts.nano(run)["ok"] and serving_parts.dummy(run)["ok"]
+    assert [command[1:3] for command in commands] == [["-m", "sglang.launch_server"]] * 3
+    options = [dict(zip(command, command[1:], strict=False)) for command in commands]
+    assert [one["--device"] for one in options] == ["cpu"] * 3
+    assert options[0]["--max-running-requests"] == "32"
+    assert options[1]["--chunked-prefill-size"] == "512"
+    assert options[2]["--load-format"] == "dummy"
 
 
 @pytest.mark.parametrize("name", [*serving_parts.SHAPES, *serving_parts.SMALL])

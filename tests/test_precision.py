@@ -180,7 +180,7 @@ def test_a_flip_gives_what_an_nvfp4_checkpoint_would(
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Several chunks of rows in every matrix."""
-    monkeypatch.setattr(weights, "CHUNK", formats.CHUNK >> 6)
+    monkeypatch.setattr(formats, "CHUNK", formats.CHUNK >> 6)
     yield
 
 

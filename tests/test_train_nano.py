@@ -1,16 +1,19 @@
 """nano's training: transformers' mathematics, gradients where they belong, and the smoke run."""
 
+import functools
 import importlib
 import json
-import os
-import subprocess
+import runpy
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer, DeepseekV4ForCausalLM
+from transformers.utils import logging
 
 import oracle
 
@@ -22,7 +25,6 @@ nano_model = importlib.import_module("nano_model")
 nano_sinkhorn = importlib.import_module("nano_sinkhorn")
 nano_text = importlib.import_module("nano_text")
 nano_trainer = importlib.import_module("nano_trainer")
-train_nano = importlib.import_module("train_nano")
 
 VOCAB = 512
 
@@ -33,6 +35,11 @@ def model() -> Any:
     model = nano_model.build(nano_model.config(VOCAB), seed=0)
     model.index_loss, model.balance = nano_model.prepare(model)
     return model
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return nano_text.train_tokenizer()
 
 
 @pytest.fixture(scope="module")
@@ -146,9 +153,8 @@ def test_balance_raises_the_bias_of_idle_experts(model: Any, ids: torch.Tensor) 
     assert float(change[load.argmax()]) < 0 < float(change[load.argmin()])
 
 
-def test_scoring_agrees_with_generating() -> None:
+def test_scoring_agrees_with_generating(tokenizer: Tokenizer) -> None:
     """What the model itself generates is found right, and a changed token wrong."""
-    tokenizer = nano_text.train_tokenizer()
     model = nano_model.build(nano_model.config(tokenizer.get_vocab_size()), seed=1)
     nano_model.prepare(model)
     plain = DeepseekV4ForCausalLM(nano_model.config(tokenizer.get_vocab_size()))
@@ -172,10 +178,9 @@ def test_scoring_agrees_with_generating() -> None:
         assert nano_eval.answer(plain, tokenizer, [Raw(said), Raw(wrong)], 6) == [True, False]
 
 
-def test_one_batch_can_be_learnt() -> None:
+def test_one_batch_can_be_learnt(tokenizer: Tokenizer) -> None:
     """The loss of one small batch falls by half in a few steps. By AdamW: Muon, which the smoke
     run takes, multiplies in BF16, and that is slow on a CPU."""
-    tokenizer = nano_text.train_tokenizer()
     plan = nano_trainer.Plan(seed=0, steps=100, tokens=128, peak_rate=2e-3, muon=False)
     trainer = nano_trainer.Trainer(plan, tokenizer.get_vocab_size(), torch.device("cpu"))
     ids, weights = map(torch.from_numpy, nano_text.batch(0, 0, tokenizer, 128, 1))
@@ -222,17 +227,32 @@ def test_plan_rates_and_lengths() -> None:
     assert plan.rows(2048) * 2048 == plan.rows(512) * 512 == 32768
 
 
-def run(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SCRIPTS / "train_nano.py"), "--out", str(out), *options]
+@pytest.fixture
+def cheap_runs(monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer) -> Iterator[None]:
+    """Of Muon one round of five, which are slow on a CPU; the tokenizer is not made anew. What
+    a run sets for its whole process is set back."""
+    monkeypatch.setattr(torch.optim, "Muon", functools.partial(torch.optim.Muon, ns_steps=1))
+    monkeypatch.setattr(nano_text, "train_tokenizer", lambda: tokenizer)
+    precision, verbosity = torch.get_float32_matmul_precision(), logging.get_verbosity()
+    yield
+    torch.set_float32_matmul_precision(precision)
+    logging.set_verbosity(verbosity)
+
+
+def run(monkeypatch: pytest.MonkeyPatch, out: Path, *options: str) -> int:
+    """The script's exit status. In this process: another one would import for ten seconds."""
     state = ["--checkpoint", str(out.parent / "state.pt")]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    return subprocess.run([*command, *state], env=environment, capture_output=True, text=True)
+    monkeypatch.setattr(sys, "argv", ["train_nano.py", "--out", str(out), *state, *options])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(SCRIPTS / "train_nano.py"), run_name="__main__")
+    return ended.value.code
 
 
-def test_smoke_run_writes_a_checkpoint_and_resumes(tmp_path: Path) -> None:
+def test_smoke_run_writes_a_checkpoint_and_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cheap_runs: None
+) -> None:
     out = tmp_path / "nano"
-    done = run(out, "--smoke")
-    assert done.returncode == 0, done.stderr
+    assert run(monkeypatch, out, "--smoke") == 0
     names = {file.name for file in out.iterdir()}
     assert names == {
         "README.md",
@@ -252,8 +272,14 @@ def test_smoke_run_writes_a_checkpoint_and_resumes(tmp_path: Path) -> None:
     model = DeepseekV4ForCausalLM.from_pretrained(out, dtype=torch.float32)
     assert len(tokenizer) == model.config.vocab_size
     assert model.config.index_topk == nano_model.INDEX_TOPK
-    again = run(out, "--smoke", "--resume")
-    assert again.returncode == 0, again.stderr
-    assert json.loads((out / "training.json").read_text())["steps"] == log["steps"]
-    other = run(out, "--smoke", "--resume", "--seed", "1")
-    assert other.returncode != 0 and "use the same options" in other.stderr
+    weights = (out / "model.safetensors").read_bytes()
+    (out / "model.safetensors").unlink()
+    monkeypatch.setattr(nano_eval, "scored", lambda *_: {"chat": 0.5})  # it has been seen to work
+    monkeypatch.setattr(nano_eval, "generated", lambda *_: dict(log["final"]))
+    assert run(monkeypatch, out, "--smoke", "--resume") == 0
+    resumed = json.loads((out / "training.json").read_text())
+    assert resumed["steps"] == log["steps"]
+    assert resumed["evaluations"] == [{"step": 2, "chat": 0.5}]
+    assert (out / "model.safetensors").read_bytes() == weights
+    with pytest.raises(ValueError, match="use the same options"):
+        run(monkeypatch, out, "--smoke", "--resume", "--seed", "1")

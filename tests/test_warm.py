@@ -26,8 +26,10 @@ GPU = Machine("cuda", "a GPU", (9, 0))
 
 
 def ops_by(provider: str) -> Ops:
-    """Ops by their Triton kernels but for attention's, on tensors that the CPU could hold."""
-    names = ",".join(f"{op}=triton" for op in PROVIDERS if op != "sparse_attention")
+    """Ops by their Triton kernels, if they have any, but for attention's, on tensors that the CPU
+    could hold."""
+    others = [op for op in PROVIDERS if op != "sparse_attention"]
+    names = ",".join(f"{op}={PROVIDERS[op][0].name}" for op in others)
     patched = replace(GPU, device="cpu")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("importlib.util.find_spec", lambda name, *_: name)

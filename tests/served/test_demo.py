@@ -21,6 +21,7 @@ import pytest
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from serving import FORKED
 from sglang_dsv4 import cli_demo, nano_demo_plot
 from sglang_dsv4.memory_plan import CacheSizes
 
@@ -185,17 +186,30 @@ def test_prompt(kept: Result) -> None:
 
 
 def test_nonsense_in_the_place_of_nano_fails(tmp_path: Path) -> None:
-    """nano with the embeddings of its tokens in another order; also what a newcomer sees."""
+    """nano with the embeddings of its tokens in another order; also what a newcomer sees.
+
+    Its server is forked, and is asked the first question alone: what comes later is the same as
+    for `kept`, which starts as users start it.
+    """
     nonsense = tmp_path / "nonsense"
     shutil.copytree(cli_demo.NANO, nonsense)
     tensors = load_file(nonsense / "model.safetensors")
     (embedding,) = (name for name in tensors if "embed" in name)
     tensors[embedding] = tensors[embedding].flip(0).contiguous()
     save_file(tensors, nonsense / "model.safetensors", metadata={"format": "pt"})
-    planted = (
-        "from pathlib import Path; from sglang_dsv4 import cli_demo;"
-        f"cli_demo.NANO = Path({str(nonsense)!r})"
-    )
+    planted = f"""
+from pathlib import Path
+from sglang_dsv4 import cli_demo
+from sglang_dsv4.nano_demo_server import Launch
+cli_demo.NANO, first = Path({str(nonsense)!r}), cli_demo.questions()[:1]
+cli_demo.questions = lambda: first
+users = Launch.command
+def forked(launch):
+    words = users(launch)
+    launcher = words.index("-m")
+    return [*words[:launcher], {FORKED!r}, *words[launcher + 2:]]
+Launch.command = forked
+"""
     result = demo(code=planted)
     assert result.status == 1
     assert "error: completion: expected answer to begin with 'Paris.', found " in result.err
