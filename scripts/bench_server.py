@@ -30,7 +30,7 @@ def fill(model: Any) -> None:
     import torch
 
     named = dict([*model.named_parameters(), *model.named_buffers()])
-    experts = next((t.shape[0] for name, t in named.items() if name.endswith(".gate.weight")), 0)
+    experts = max((t.shape[0] for name, t in named.items() if _is_stack(name, t)), default=0)
     generators: dict[Any, torch.Generator] = {}
     for name, tensor in named.items():
         if tensor.device not in generators:
@@ -39,6 +39,11 @@ def fill(model: Any) -> None:
             _fill_hash_table(tensor.data, experts)
         elif not _fill_scale(name, tensor.data):
             _fill_weight(name, tensor.data, generators[tensor.device])
+
+
+def _is_stack(name: str, tensor: Any) -> bool:
+    """Whether it holds a matrix of every routed expert."""
+    return ".experts." in name and tensor.ndim == 3
 
 
 def _fill_hash_table(table: Any, experts: int) -> None:
@@ -82,7 +87,7 @@ def _fill_weight(name: str, tensor: Any, generator: Any) -> None:
         return
     elif tensor.ndim == 1 and "norm" in name:
         tensor.fill_(1.0)
-    elif stacked or (tensor.ndim == 2 and name.endswith("weight")):
+    elif stacked or (tensor.ndim == 2 and name.endswith(("weight", ".w2"))):
         size = 1.0 if "embed" in name else tensor.shape[-1] ** -0.5
         tensor.uniform_(-size * 3**0.5, size * 3**0.5, generator=generator)
 

@@ -72,9 +72,14 @@ Progress = Callable[[str], None]
 
 
 def record(
-    config: DSV4Config, ops: Ops, precision: Precision, batch: int, context: int
+    config: DSV4Config,
+    ops: Ops,
+    precision: Precision,
+    batch: int,
+    context: int,
+    group: int | None = None,
 ) -> tuple[DecodeStep, list[Called]]:
-    """The step, run once, and every sort of call that it made."""
+    """The step of `make_step`, run once, and every sort of call that it made."""
     calls: dict[tuple[str, str], Called] = {}
     noting = True
 
@@ -97,7 +102,7 @@ def record(
 
     wrapped: dict[str, Any] = {op: noted(op, getattr(ops, op)) for op in PROVIDERS}
     watched = replace(ops, **wrapped)
-    step = make_step(config, watched, precision, batch, context)
+    step = make_step(config, watched, precision, batch, context, group)
     step.run()
     noting = False
     order = list(PROVIDERS)

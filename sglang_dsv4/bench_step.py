@@ -13,7 +13,7 @@ from torch import nn
 
 from sglang_dsv4.attention.cache import PAGE, LayerCache, allocate
 from sglang_dsv4.attention.metadata import Batch, list_width
-from sglang_dsv4.backends import Ops, prepare_attention
+from sglang_dsv4.backends import Ops, pack_experts, prepare_attention
 from sglang_dsv4.cli_make_tiny import shipped_config
 from sglang_dsv4.config import DSV4Config
 from sglang_dsv4.graph_safety_step import DecodeStep, SmallLM
@@ -54,9 +54,17 @@ def preset_config(name: str, experts: int | None = None) -> DSV4Config:
 
 
 def make_step(
-    config: DSV4Config, ops: Ops, precision: Precision, batch: int, context: int
+    config: DSV4Config,
+    ops: Ops,
+    precision: Precision,
+    batch: int,
+    context: int,
+    group: int | None = None,
 ) -> DecodeStep:
-    """A step of `batch` requests that have `context` tokens each, on the ops' machine."""
+    """A step of `batch` requests that have `context` tokens each, on the ops' machine.
+
+    group: values that share a scale where routed experts lie in four bits, None for BF16.
+    """
     device = ops.machine.device
     caches = _caches(config, batch, context, device)
     for kind in set(config.layer_kinds):
@@ -71,7 +79,7 @@ def make_step(
             scale=config.head_dim**-0.5,
             device=device,
         )
-    lm = _model(config, ops, precision, device)
+    lm = _model(config, ops, precision, device, group)
     step = DecodeStep(lm, config.sliding_window, caches, _batch(batch, context), device)
     generator = torch.Generator().manual_seed(1)
     step.ids.copy_(torch.randint(0, config.vocab_size, (batch,), generator=generator))
@@ -120,11 +128,14 @@ def _caches(config: DSV4Config, requests: int, context: int, device: str) -> tup
     return made
 
 
-def _model(config: DSV4Config, ops: Ops, precision: Precision, device: str) -> SmallLM:
+def _model(
+    config: DSV4Config, ops: Ops, precision: Precision, device: str, group: int | None
+) -> SmallLM:
     previous = torch.get_default_dtype()
     torch.set_default_dtype(DTYPE)
     with torch.device(device):
-        lm = SmallLM(config, ops, precision, Parallel())
+        groups = {} if group is None else dict.fromkeys(range(config.num_hidden_layers), group)
+        lm = SmallLM(config, ops, precision, Parallel(), groups)
     torch.set_default_dtype(previous)
     generator = torch.Generator(device).manual_seed(0)
     for name, parameter in lm.named_parameters():
@@ -133,6 +144,7 @@ def _model(config: DSV4Config, ops: Ops, precision: Precision, device: str) -> S
     for name, table in lm.named_buffers():
         if name.endswith("tid2eid"):
             _fill_hash_table(table, config)
+    pack_experts(ops, lm)
     return lm
 
 

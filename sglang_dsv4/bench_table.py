@@ -19,7 +19,7 @@ def show(result: Result) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=NOT_A_TERMINAL)
-    console.print(f"{result['preset']} on {result['device']}: {result['how']}", style="bold")
+    console.print(f"{_what(result)}: {result['how']}", style="bold")
     console.print(
         f"copy bandwidth, measured: {result['copy_bandwidth'] / 1e9:,.0f} GB/s (the roof)"
     )
@@ -32,6 +32,10 @@ def show(result: Result) -> None:
     for one in result["ops"]:
         ops.add_row(*_op_cells(one))
     console.print(ops)
+
+
+def _what(result: Result) -> str:
+    return f"{result['preset']}, experts in {result['format']}, on {result['device']}"
 
 
 def _step_cells(one: Result) -> list[str]:
@@ -77,7 +81,7 @@ def plot(result: Result, file: Path) -> None:
     panels = figure.subplots(1, len(batches), squeeze=False)[0]
     for panel, (batch, ops) in zip(panels, drawn.items(), strict=True):
         _bars(panel, batch, ops, result["copy_bandwidth"])
-    figure.suptitle(f"{result['preset']} on {result['device']}: ops of a decode step")
+    figure.suptitle(f"{_what(result)}: ops of a decode step")
     figure.savefig(file, format="png")
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 OP_FAILED = 1
 PRESETS = ("flash", "pro", "tiny")
+GROUPS = {"bf16": None, "mxfp4": 32, "nvfp4": 16}  # values that share a scale
 PACKAGES = ("sglang-dsv4", "torch", "triton", "sgl-flash-mla", "flashinfer-python", "sglang")
 
 _DESCRIPTION = """\
@@ -39,6 +40,7 @@ exit codes: 0 all was timed, 1 a provider failed (its row says how), 2 bad comma
 _EXAMPLES = """\
 examples:
   sglang-dsv4 bench --preset flash --batch 1 8 64 --context 16384 --plot ops.png
+  sglang-dsv4 bench --preset flash --format nvfp4       experts in four bits
   sglang-dsv4 bench --preset pro --experts 128          on a smaller GPU
   sglang-dsv4 bench --without flashinfer                its modules take minutes to build, once
   sglang-dsv4 bench --only sparse_attention --json
@@ -62,6 +64,7 @@ def add_parser(
     add("--batch", type=positive, nargs="+", metavar="N", help="(default: 1 64; no GPU: 1 4)")
     add("--context", type=positive, metavar="N", help="tokens (default: 4096; no GPU: 300)")
     add("--experts", type=positive, metavar="N", help="of each layer (default: the model's)")
+    add("--format", choices=GROUPS, default="bf16", help="of the routed experts (default: bf16)")
     add("--only", metavar="OP", nargs="+", help="time these ops alone, and the step")
     add("--without", metavar="PROVIDER", nargs="+", default=[], help="do not time these")
     add("--reference", action="store_true", help="on a GPU the reference ops, too (slow, large)")
@@ -135,7 +138,8 @@ def measured(arguments: argparse.Namespace, ops: "Ops", settings: Settings) -> d
     steps: list[dict[str, Any]] = []
     rows: list[dict[str, Any]] = []
     for batch in arguments.batch:
-        step, calls = bench_ops.record(config, ops, chosen, batch, arguments.context)
+        group = GROUPS[arguments.format]
+        step, calls = bench_ops.record(config, ops, chosen, batch, arguments.context, group)
         milliseconds = bench_ops.time_step(step, machine.device)
         wanted = [call for call in calls if not arguments.only or call.op in arguments.only]
         timings = _timed(wanted, ops, arguments, copy)
@@ -158,6 +162,7 @@ def measured(arguments: argparse.Namespace, ops: "Ops", settings: Settings) -> d
         "versions": versions(),
         "device": machine.name,
         "preset": arguments.preset,
+        "format": arguments.format,
         "how": "CUDA graphs" if on_gpu else "reference ops, which say nothing about a GPU's speed",
         "copy_bandwidth": copy,
         "steps": steps,

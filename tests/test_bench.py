@@ -243,6 +243,21 @@ def test_the_command_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize(("name", "group"), [("mxfp4", 32), ("nvfp4", 16)])
+def test_experts_in_four_bits(
+    name: str, group: int, config: DSV4Config, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Timed by their own op, and counted by the bytes that they take."""
+    options = ["--format", name, "--only", "routed_experts_fp4", "--batch", "64"]
+    assert main(["bench", "--device", "cpu", "--json", *options]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["ops"]
+    assert row["op"] == "routed_experts_fp4" and row["microseconds"] > 0
+    values = 3 * config.moe_intermediate_size * config.hidden_size * config.n_routed_experts
+    weights = values // 2 + values // group + 3 * 4 * config.n_routed_experts
+    tokens = 64 * (6 * config.hidden_size + 12 * config.num_experts_per_tok)  # BF16 in, FP32 out
+    assert row["moved"] == weights + tokens
+
+
 @pytest.mark.usefixtures("quick")
 def test_tables_show_steps_ops_and_failures(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--device", "cpu", "--only", "swiglu", "--batch", "2"]) == 0

@@ -114,7 +114,7 @@ class Toy(nn.Module):
             "wq.weight": torch.zeros(8, 32).to(torch.float8_e4m3fn),
             "wq.weight_scale_inv": torch.ones(1, 1),
             "experts.w13_weight": torch.zeros(2, 8, 16, dtype=torch.int8),
-            "experts.w13": torch.zeros(2, 8, 32, dtype=torch.bfloat16),
+            "experts.w13": torch.zeros(16, 8, 32, dtype=torch.bfloat16),
             "w2.codes": torch.zeros(2, 8, 16, dtype=torch.uint8),
             "w2.scales": torch.full((2, 8, 2), 0x38, dtype=torch.uint8),
             "w3.scales": torch.full((2, 8, 1), 0x7F, dtype=torch.uint8),
