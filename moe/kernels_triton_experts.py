@@ -101,7 +101,7 @@ def weighted_sum(
         columns = slice(first, first + step)
         outputs = result.new_empty(pairs, min(step, hidden - first))
         w2.rows(columns).multiply(activated, outputs, blocks, tiles)
-        _add_choices(outputs, weights.contiguous(), result[:, columns])
+        add_choices(outputs, weights.contiguous(), result[:, columns])
     return result
 
 
@@ -214,7 +214,7 @@ class _Dense:
         )
 
 
-def _add_choices(outputs: torch.Tensor, weights: torch.Tensor, result: torch.Tensor) -> None:
+def add_choices(outputs: torch.Tensor, weights: torch.Tensor, result: torch.Tensor) -> None:
     """result[t] = sum over c of weights[t, c] * outputs[t * k + c], in this order."""
     tokens, top_k = weights.shape
     block = 512

@@ -95,7 +95,7 @@ class Bench:
         about: dict[str, Any] = {"command": server.command(), "environment": server.env}
         self.result["variants"][name] = about
         limit = min(self.arguments.start_limit, self.left())
-        serving.START_LIMIT = limit
+        server.start_limit = limit
         begin = time.monotonic()
         try:
             server.__enter__()

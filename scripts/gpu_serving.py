@@ -10,7 +10,6 @@ from typing import Any
 
 from gpu_acceptance import Run
 
-import serving
 from serving import Reply, Server
 from sglang_dsv4.cli_make_tiny import shipped_config, write_config
 from sglang_dsv4.config import DSV4Config
@@ -41,7 +40,7 @@ def user_server(
 
 def started(server: Server) -> float:
     """Seconds until the server answers."""
-    serving.START_LIMIT = START_LIMIT
+    server.start_limit = START_LIMIT
     start = time.monotonic()
     server.__enter__()
     return round(time.monotonic() - start, 1)

@@ -41,6 +41,12 @@ def compute_capability() -> int:
     return 10 * major + minor
 
 
+@cache
+def multiprocessors() -> int:
+    """Of this process's GPU."""
+    return int(torch.cuda.get_device_properties().multi_processor_count)
+
+
 @dataclass(frozen=True)
 class Provider:
     """An implementation of ops: a module, and a test that says why a machine cannot run it."""
@@ -84,6 +90,12 @@ def _needs_flashmla(machine: Machine) -> str | None:
     return _needs_triton(machine)
 
 
+def _needs_marlin(machine: Machine) -> str | None:
+    if importlib.util.find_spec("sgl_kernel") is None:
+        return "sglang-kernel is not installed"
+    return _below(machine, (8, 0)) or _needs_triton(machine)
+
+
 def _needs_flashinfer(machine: Machine) -> str | None:
     if importlib.util.find_spec("flashinfer") is None:
         return "flashinfer-python is not installed"
@@ -110,7 +122,11 @@ _SPARSE_ATTENTION = (
     _ATTENTION[-1],
 )
 _MOE = (_triton("sglang_dsv4.moe.kernels_triton"), _reference("sglang_dsv4.moe"))
-_EXPERTS_FP4 = (_triton("sglang_dsv4.moe.kernels_triton_fp4"), _MOE[-1])
+_EXPERTS_FP4 = (
+    _triton("sglang_dsv4.moe.kernels_triton_fp4"),
+    Provider("marlin", "sglang_dsv4.moe.kernels_marlin", _needs_marlin),
+    _MOE[-1],
+)
 _EXPERTS = (_triton("sglang_dsv4.moe.kernels_triton_experts"), _MOE[-1])
 
 # op -> providers, best first

@@ -7,7 +7,7 @@ scheduler, allocator and radix tree go on recognising them.
 import json
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +137,27 @@ def logits_processor(config: Any) -> torch.nn.Module:
     over ranks."""
     config.enable_lm_head_fp32 = True
     return LogitsProcessor(config)
+
+
+def marlin_kernels() -> Mapping[str, Any]:
+    """The host's kernels of weight-only products, and what orders weights for them, by name.
+
+    Imported here: they are there on a GPU alone.
+    """
+    from sglang.kernels.ops.moe.moe_wna16_marlin import moe_wna16_marlin_gemm
+    from sglang.kernels.ops.quantization.gptq_marlin_repack import gptq_marlin_repack
+    from sglang.srt.layers.moe.fused_moe_triton import moe_align_block_size
+    from sglang.srt.layers.quantization import marlin_utils, marlin_utils_fp4
+
+    return {
+        "moe_wna16_marlin_gemm": moe_wna16_marlin_gemm,
+        "gptq_marlin_repack": gptq_marlin_repack,
+        "moe_align_block_size": moe_align_block_size,
+        "marlin_permute_scales": marlin_utils.marlin_permute_scales,
+        "nvfp4_marlin_process_scales": marlin_utils_fp4.nvfp4_marlin_process_scales,
+        "mxfp4_marlin_process_scales": marlin_utils_fp4.mxfp4_marlin_process_scales,
+        "scalar_types": marlin_utils_fp4.scalar_types,
+    }
 
 
 def attention_backend() -> Any:

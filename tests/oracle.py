@@ -40,7 +40,7 @@ PROMPT_LENGTHS = (1, 3, 4, 5, 127, 128, 129, 255, 256, 257, 300, 700) + (
 # Their seeds were searched: over prompt and generated tokens, with and without the FP4 grid, the
 # two best logits, and the last chosen and first rejected index entry and expert, stay apart, and
 # rounding noise of fp32 changes no FP4 code that decides a selection.
-PROMPT_SEEDS = (0, 0, 0, 0, 1, 5, 0, 19, 2, 5, 4, 8) + (1, 1, 1, 2, 2, 6, 1, 20, 6, 9, 0, 11)
+PROMPT_SEEDS = (0, 0, 0, 0, 1, 5, 0, 19, 2, 5, 4, 8) + (1, 1, 1, 2, 2, 6, 1, 20, 22, 9, 0, 11)
 STORY_SEEDS = (0, 0, 0, 0, 0, 2, 0, 1, 4, 0, 0, 1, 0, 2, 1)  # likewise, of 100 tokens each
 
 # First match wins: name pattern, standard deviation, mean, and whether the deviation is divided

@@ -60,6 +60,7 @@ class Server:
         forked: bool = True,
     ) -> None:
         self.checkpoint, self.log, self.forked = checkpoint, log, forked
+        self.start_limit = START_LIMIT
         self.options = {**DEFAULT_OPTIONS, **(options or {})}
         self.env = env or {}
         with socket.socket() as probe:
@@ -102,7 +103,7 @@ class Server:
 
     def _wait_until_healthy(self) -> None:
         assert self.process is not None
-        deadline = time.monotonic() + START_LIMIT
+        deadline = time.monotonic() + self.start_limit
         while not self._healthy():
             if self.process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"the server did not start:\n{self.tail()}")
@@ -125,7 +126,7 @@ class Server:
         self.launch()
         assert self.process is not None
         try:
-            return self.process.wait(START_LIMIT)
+            return self.process.wait(self.start_limit)
         finally:
             self.stop()
 

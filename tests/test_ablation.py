@@ -309,7 +309,7 @@ def test_configurations_share_what_is_equal(checkpoint: Path) -> None:
     flipped.share(whole)
     theirs = dict(whole.lm.named_parameters())
     own = {name for name, held in flipped.lm.named_parameters() if held is not theirs[name]}
-    assert own == {f"model.layers.{layer}.ffn.gate.weight" for layer in range(7)}
+    assert own == {f"model.layers.{layer}.ffn.inputs.weight" for layer in range(7)}
 
 
 def test_a_quantised_checkpoint_reaches_the_oracle_dense(

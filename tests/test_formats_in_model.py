@@ -66,7 +66,8 @@ def test_the_clamp_of_experts_is_honoured(runner: Runner, layer: int) -> None:
     draw = torch.Generator().manual_seed(2)
     x = 8 * torch.randn(24, runner.config.hidden_size, generator=draw)
     ids = torch.zeros(24, dtype=torch.int64)
-    shares, experts = ffn.gate(x, ids)
+    held = named_weights(ffn)
+    shares, experts = ffn.gate(x @ held["gate.weight"].T, ids)
 
     def expert(row: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, most: float) -> torch.Tensor:
         gate, up = (w13.double() @ row).chunk(2)
@@ -76,7 +77,7 @@ def test_the_clamp_of_experts_is_honoured(runner: Runner, layer: int) -> None:
     def by_hand(most: float) -> torch.Tensor:
         rows = []
         for row, share, chosen in zip(x.double(), shares.double(), experts.tolist(), strict=True):
-            shared = expert(row, ffn.shared_experts.w13, ffn.shared_experts.w2, most)
+            shared = expert(row, held["shared_experts.w13"], ffn.shared_experts.w2, most)
             parts = [expert(row, ffn.experts.w13[e], ffn.experts.w2[e], most) for e in chosen]
             rows.append(shared + share @ torch.stack(parts))
         return torch.stack(rows)

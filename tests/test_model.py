@@ -14,6 +14,7 @@ from guided import EXACT, EXCUSED, FP4_TIE, TIE, Follower, guide, teller
 from inprocess import Request, Runner
 from sglang_dsv4.attention.cache import PAGE
 from sglang_dsv4.parallel import Parallel
+from sglang_dsv4.parameters import named_weights
 
 LENGTH = 300  # two HCA windows and a page boundary lie within; the index selects 8 of 75 entries
 BOUNDARIES = (2, 3, 4, 7, 8, 126, 127, 128, 129, 255, 256)
@@ -334,8 +335,9 @@ def test_tensor_parallel(checkpoint, size):
         list(pool.map(run, followers))
     assert group.sums == 2 * (1 + 2 * len(runners[0].lm.model.layers)), "once a site, and embedding"
     full = Runner(checkpoint)
-    for name, parameter in runners[0].lm.named_parameters():
-        whole = full.lm.get_parameter(name)
+    wholes = named_weights(full.lm)
+    for name, parameter in named_weights(runners[0].lm).items():
+        whole = wholes[name]
         assert parameter.numel() in (whole.numel(), whole.numel() // size), name
     for caches in zip(*(runner.caches for runner in runners), strict=True):
         for cache in caches[1:]:

@@ -112,7 +112,7 @@ def cases() -> dict[str, tuple[Callable[[], Call], int]]:
     for tokens in TOKENS:
         for name, shape in SHAPES.items():
             for op, setup, moved in _cases_of(tokens, shape):
-                for provider, function in providers(op.split(",")[0]).items():
+                for provider, function in providers(op.split()[0]).items():
                     label = f"{op} {provider}, {name}, {tokens} tokens"
                     found[label] = (_bound(function, setup), moved)
     return found
@@ -124,6 +124,12 @@ def _cases_of(
     """op (and kind), setup of its arguments, and the bytes that it has to move at least."""
     states, gates = tokens * shape.hidden * 2, tokens * shape.experts * 4
     fn = STREAMS * shape.hidden * 4
+    rows = shape.experts + 2 * shape.width  # router and shared expert
+    yield (
+        "linear_fp32",
+        lambda: (tuple(_randn(n, shape.hidden, device="cuda") for n in (tokens, rows)), {}),
+        states + rows * shape.hidden * 2 + tokens * rows * 4,
+    )
     yield "rms_norm", lambda: (norm_inputs(tokens, shape), {"eps": 1e-6}), 2 * states
     yield (
         "mhc_pre",
@@ -151,7 +157,7 @@ def _cases_of(
     weights = used * 3 * shape.width * shape.hidden * 2
     for name, group in (("NVFP4", NVFP4_GROUP), ("MXFP4", MXFP4_GROUP)):
         yield (
-            f"routed_experts_fp4, {name},",
+            f"routed_experts_fp4 {name}",
             lambda group=group: (fp4_inputs(tokens, shape, group), {"limit": 10.0}),
             weights // 4 + weights // 2 // group + 3 * states,
         )

@@ -75,14 +75,15 @@ def by_transformers(layer: MoE, layer_id: int, x, token_ids) -> torch.Tensor:
     )
     config._experts_implementation = "eager"
     theirs = DeepseekV4SparseMoeBlock(config, layer_id).to(x.device)
-    theirs.gate.weight.data.copy_(layer.gate.weight)
+    held = named_weights(layer)
+    theirs.gate.weight.data.copy_(held["gate.weight"])
     if layer_id == HASHED:
         theirs.gate.tid2eid.copy_(layer.gate.tid2eid)
     else:
         theirs.gate.e_score_correction_bias.copy_(layer.gate.bias)
     theirs.experts.gate_up_proj.data.copy_(layer.experts.w13)
     theirs.experts.down_proj.data.copy_(layer.experts.w2)
-    gate, up = layer.shared_experts.w13.chunk(2)
+    gate, up = held["shared_experts.w13"].chunk(2)
     theirs.shared_experts.gate_proj.weight.data.copy_(gate)
     theirs.shared_experts.up_proj.weight.data.copy_(up)
     theirs.shared_experts.down_proj.weight.data.copy_(layer.shared_experts.w2)
@@ -91,7 +92,7 @@ def by_transformers(layer: MoE, layer_id: int, x, token_ids) -> torch.Tensor:
 
 def test_parameters_carry_the_checkpoint_names(layer_id):
     layer = make(layer_id, dtype=torch.bfloat16)
-    tensors = dict(layer.named_parameters()) | dict(layer.named_buffers())
+    tensors = named_weights(layer) | dict(layer.named_buffers())
     router = (
         {"gate.tid2eid": ((VOCAB, TOP_K), torch.int64)}
         if layer_id == HASHED
@@ -122,7 +123,7 @@ def test_shared_expert_is_clamped(layer_id):
     """With routed experts that give nothing, what is left is the shared expert, clamped."""
     layer, (x, token_ids) = make(layer_id), tokens(5)
     layer.experts.w2.zero_()
-    gate, up = (x @ layer.shared_experts.w13.t()).chunk(2, dim=1)
+    gate, up = (x @ named_weights(layer)["shared_experts.w13"].t()).chunk(2, dim=1)
     limit = CONFIG.swiglu_limit
     assert gate.max() > limit and up.max() > limit and up.min() < -limit
     clamped = torch.nn.functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
