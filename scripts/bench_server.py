@@ -29,6 +29,8 @@ def fill(model: Any) -> None:
     """Values by the parameters' names, dtypes and shapes; what no rule knows keeps SGLang's."""
     import torch
 
+    from sglang_dsv4.bench_step import fill_hash_table
+
     named = dict([*model.named_parameters(), *model.named_buffers()])
     experts = max((t.shape[0] for name, t in named.items() if _is_stack(name, t)), default=0)
     generators: dict[Any, torch.Generator] = {}
@@ -36,7 +38,7 @@ def fill(model: Any) -> None:
         if tensor.device not in generators:
             generators[tensor.device] = torch.Generator(tensor.device).manual_seed(0)
         if name.endswith("tid2eid"):
-            _fill_hash_table(tensor.data, experts)
+            fill_hash_table(tensor.data, experts)
         elif not _fill_scale(name, tensor.data):
             _fill_weight(name, tensor.data, generators[tensor.device])
 
@@ -44,16 +46,6 @@ def fill(model: Any) -> None:
 def _is_stack(name: str, tensor: Any) -> bool:
     """Whether it holds a matrix of every routed expert."""
     return ".experts." in name and tensor.ndim == 3
-
-
-def _fill_hash_table(table: Any, experts: int) -> None:
-    """Of token t, experts t, t + s, t + 2 s, ... round the circle of all: distinct, all in use."""
-    import torch
-
-    tokens, top_k = table.shape
-    places = torch.arange(top_k, device=table.device) * max(1, experts // top_k)
-    rows = torch.arange(tokens, device=table.device).unsqueeze(1)
-    table.copy_((rows + places) % experts)
 
 
 def _fill_scale(name: str, tensor: Any) -> bool:

@@ -20,6 +20,7 @@ from sglang_dsv4.config import DSV4Config
 from sglang_dsv4.graph_safety_device import provider_names
 from sglang_dsv4.graph_safety_step import CONTEXT, DecodeStep, SmallLM, caches, decode_batch
 from sglang_dsv4.parallel import Parallel
+from sglang_dsv4.parameters import default_dtype
 from sglang_dsv4.precision import parse
 from sglang_dsv4.settings import Settings
 
@@ -118,11 +119,8 @@ def made_step(run: Run, ratios: list[int], hashed: int, batch: int) -> DecodeSte
     config, device = DSV4Config.from_dict(raw), run.device
     machine = Machine.probe(device)
     ops = choose(machine, provider_names(machine, Settings.read().ops))
-    previous = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device(device):
+    with default_dtype(torch.bfloat16), torch.device(device):
         lm = SmallLM(config, ops, parse(""), Parallel())
-    torch.set_default_dtype(previous)
     generator = torch.Generator(device).manual_seed(0)
     for parameter in lm.parameters():
         with torch.no_grad():

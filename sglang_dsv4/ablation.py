@@ -28,7 +28,7 @@ from sglang_dsv4.checkpoint import read_index, read_shards
 from sglang_dsv4.config import DSV4Config, LayerKind
 from sglang_dsv4.graph_safety_step import SmallLM
 from sglang_dsv4.parallel import Parallel
-from sglang_dsv4.parameters import named_weights
+from sglang_dsv4.parameters import default_dtype, named_weights
 from sglang_dsv4.precision import COMPONENTS, FLIPPED, FLOOR
 from sglang_dsv4.tensor_table import expected_tensors
 
@@ -111,12 +111,8 @@ class Subject:
         self._experts: list[torch.Tensor] = []
         self._layers: list[torch.Tensor] = []
         table = precision.parse(chosen)
-        previous = torch.get_default_dtype()
-        torch.set_default_dtype(dtype)
-        try:
+        with default_dtype(dtype):
             self.lm = SmallLM(config, self._recording(), table, Parallel())
-        finally:
-            torch.set_default_dtype(previous)
         self.report = weights.load(self.lm, tensors(folder), config, rank=0, size=1, chosen=table)
         for layer in self.lm.model.layers:
             layer.register_forward_hook(lambda _, __, output: self._layers.append(output))

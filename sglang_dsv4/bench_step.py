@@ -18,6 +18,7 @@ from sglang_dsv4.cli_make_tiny import shipped_config
 from sglang_dsv4.config import DSV4Config
 from sglang_dsv4.graph_safety_step import DecodeStep, SmallLM
 from sglang_dsv4.parallel import Parallel
+from sglang_dsv4.parameters import default_dtype
 from sglang_dsv4.precision import Precision
 
 DTYPE = torch.bfloat16
@@ -131,19 +132,16 @@ def _caches(config: DSV4Config, requests: int, context: int, device: str) -> tup
 def _model(
     config: DSV4Config, ops: Ops, precision: Precision, device: str, group: int | None
 ) -> SmallLM:
-    previous = torch.get_default_dtype()
-    torch.set_default_dtype(DTYPE)
-    with torch.device(device):
-        groups = {} if group is None else dict.fromkeys(range(config.num_hidden_layers), group)
+    groups = {} if group is None else dict.fromkeys(range(config.num_hidden_layers), group)
+    with default_dtype(DTYPE), torch.device(device):
         lm = SmallLM(config, ops, precision, Parallel(), groups)
-    torch.set_default_dtype(previous)
     generator = torch.Generator(device).manual_seed(0)
     for name, parameter in lm.named_parameters():
         with torch.no_grad():
             _fill(name, parameter, generator)
     for name, table in lm.named_buffers():
         if name.endswith("tid2eid"):
-            _fill_hash_table(table, config)
+            fill_hash_table(table, config.n_routed_experts)
     pack_experts(ops, lm)
     return lm
 
@@ -161,9 +159,10 @@ def _fill(name: str, parameter: nn.Parameter, generator: torch.Generator) -> Non
         parameter.uniform_(-bound, bound, generator=generator)
 
 
-def _fill_hash_table(table: torch.Tensor, config: DSV4Config) -> None:
-    """Distinct experts for each token id, and all of them in use."""
-    stride = max(1, config.n_routed_experts // config.num_experts_per_tok)
-    places = torch.arange(config.num_experts_per_tok, device=table.device) * stride
-    ids = torch.arange(config.vocab_size, device=table.device).unsqueeze(1)
-    table.copy_((ids + places) % config.n_routed_experts)
+def fill_hash_table(table: torch.Tensor, experts: int) -> None:
+    """table [V, k]: of token t experts t, t + s, t + 2 s, ... round the circle of all: distinct for
+    each token, and all in use."""
+    tokens, top_k = table.shape
+    places = torch.arange(top_k, device=table.device) * max(1, experts // top_k)
+    ids = torch.arange(tokens, device=table.device).unsqueeze(1)
+    table.copy_((ids + places) % experts)

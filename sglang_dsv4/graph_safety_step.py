@@ -18,7 +18,7 @@ from sglang_dsv4.config import DSV4Config
 from sglang_dsv4.dequant import MXFP4_GROUP, NVFP4_GROUP
 from sglang_dsv4.model import Model
 from sglang_dsv4.parallel import Parallel
-from sglang_dsv4.parameters import Weight
+from sglang_dsv4.parameters import Weight, default_dtype
 from sglang_dsv4.precision import Precision
 from sglang_dsv4.tensor_table import layer_of
 
@@ -61,13 +61,11 @@ def small_lm(config: DSV4Config, ops: Ops, device: str, dtype: torch.dtype) -> S
 
     Its layers' routed experts are dense, in MXFP4 and in NVFP4, in turns.
     """
-    previous = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
     in_turns = zip(range(config.num_hidden_layers), cycle([None, *GROUPS]), strict=False)
     stored = {layer: how for layer, how in in_turns if how is not None}
     groups = {layer: GROUPS[how] for layer, how in stored.items()}
-    lm = SmallLM(config, ops, precision.parse(""), Parallel(), groups)
-    torch.set_default_dtype(previous)
+    with default_dtype(dtype):
+        lm = SmallLM(config, ops, precision.parse(""), Parallel(), groups)
     if device == "meta":
         return lm.to(device)
     weights.load(lm, _drawn(config, stored), config, rank=0, size=1)

@@ -1,6 +1,7 @@
 """Holders of parameters under the checkpoint's own names."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -42,6 +43,17 @@ class Stack(nn.Module):
 def tensor(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
     """An uninitialised parameter without gradient."""
     return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Parameters without a dtype of their own are made in this one."""
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(previous)
 
 
 def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:

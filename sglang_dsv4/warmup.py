@@ -29,6 +29,7 @@ from sglang_dsv4.config import DSV4Config
 from sglang_dsv4.model import Model
 from sglang_dsv4.moe.fp4 import FP4Matrices
 from sglang_dsv4.parallel import Parallel
+from sglang_dsv4.parameters import default_dtype
 from sglang_dsv4.precision import Precision
 
 # Tiles change at few numbers of tokens, all of them between these: what a server captures, ...
@@ -128,13 +129,8 @@ def launches(
     storages, device = target.storages, target.ops.machine.device
     config = one_of_each(target.config, at_least=len(storages))
     with FakeTensorMode(allow_non_fake_inputs=True), recorded() as found, torch.no_grad():
-        previous = torch.get_default_dtype()
-        torch.set_default_dtype(target.dtype)
-        try:
-            with torch.device(device):
-                model = _model(target, config, storages)
-        finally:
-            torch.set_default_dtype(previous)
+        with default_dtype(target.dtype), torch.device(device):
+            model = _model(target, config, storages)
         caches = allocate(
             config,
             pages=1024,

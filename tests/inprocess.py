@@ -14,6 +14,7 @@ from sglang_dsv4.backends import Machine, choose
 from sglang_dsv4.config import DSV4Config
 from sglang_dsv4.graph_safety_step import SmallLM
 from sglang_dsv4.parallel import Parallel
+from sglang_dsv4.parameters import default_dtype
 
 WINDOW = 128  # tokens that the window branch sees, in every DeepSeek-V4
 
@@ -131,8 +132,6 @@ class Runner(Host):
         super().__init__(pages=pages, slots=slots, context=context)
         self.config = DSV4Config.from_checkpoint(folder)
         self.parallel = parallel = parallel or Parallel()
-        previous = torch.get_default_dtype()
-        torch.set_default_dtype(dtype)
         chosen = precision.parse(f"indexer_qk={indexer_qk},routed_experts={routed_experts}")
         ops, rank, size = choose(Machine("cpu", "CPU", None)), parallel.rank, parallel.size
         self.storage = expert_storage.decide(
@@ -142,8 +141,8 @@ class Runner(Host):
             device="cpu",
             ranks=size,
         )
-        self.lm = SmallLM(self.config, ops, chosen, parallel, self.storage.groups)
-        torch.set_default_dtype(previous)
+        with default_dtype(dtype):
+            self.lm = SmallLM(self.config, ops, chosen, parallel, self.storage.groups)
         self.report = weights.load(self.lm, _tensors(folder), self.config, rank=rank, size=size)
         self.caches: tuple[LayerCache, ...] = allocate(
             self.config, pages=pages, window_pages=pages, requests=slots, dtype=dtype

@@ -14,6 +14,7 @@ from sglang_dsv4.config import DSV4Config, LayerKind
 from sglang_dsv4.graph_safety_step import SmallLM
 from sglang_dsv4.memory_plan import GIB, CacheSizes, Plan, parameter_counts, weight_bytes
 from sglang_dsv4.parallel import Parallel
+from sglang_dsv4.parameters import default_dtype
 from sglang_dsv4.precision import Precision
 from sglang_dsv4.tensor_table import expected_tensors
 
@@ -61,13 +62,9 @@ def test_weights_of_a_rank_are_the_parameters_of_the_model(
 ) -> None:
     """groups: of the layers whose experts lie in four bits."""
     ops = choose(Machine.probe("cpu"))
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        parallel = Parallel(rank=0, size=size, all_reduce=lambda x: x)
+    parallel = Parallel(rank=0, size=size, all_reduce=lambda x: x)
+    with default_dtype(dtype):
         model = SmallLM(TINY, ops, Precision(), parallel, groups)
-    finally:
-        torch.set_default_dtype(before)
     held = sum(parameter.nbytes for parameter in model.parameters())
     held += sum(table.nbytes for name, table in model.named_buffers() if "tid2eid" in name)
     assert weight_bytes(expected_tensors(TINY), dtype, size, groups) == held

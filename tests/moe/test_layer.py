@@ -12,7 +12,7 @@ from op_checks import MACHINE, assert_stays_on_device, randn
 from sglang_dsv4.backends import choose
 from sglang_dsv4.moe.layer import MoE
 from sglang_dsv4.parallel import Parallel
-from sglang_dsv4.parameters import named_weights
+from sglang_dsv4.parameters import default_dtype, named_weights
 from tolerance import assert_close
 
 VOCAB, HIDDEN, WIDTH, EXPERTS, TOP_K = 97, 64, 48, 8, 2
@@ -38,12 +38,8 @@ def layer_id(request):
 def make(layer_id, parallel=None, dtype=torch.float32) -> MoE:
     """A layer with this rank's slice of random weights."""
     parallel = parallel or Parallel()
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
+    with default_dtype(dtype):
         layer = MoE(CONFIG, layer_id, OPS, parallel).to(MACHINE.device)
-    finally:
-        torch.set_default_dtype(default)
     mine = slice(*(WIDTH // parallel.size * end for end in (parallel.rank, parallel.rank + 1)))
     w13 = randn(EXPERTS + 1, 2, WIDTH, HIDDEN, seed=1)[:, :, mine].flatten(1, 2) / math.sqrt(HIDDEN)
     w2 = randn(EXPERTS + 1, HIDDEN, WIDTH, seed=2)[:, :, mine] / math.sqrt(WIDTH)
