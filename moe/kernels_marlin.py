@@ -28,6 +28,7 @@ _BLOCK_ROWS, _FULL = (8, 16, 32, 48, 64), 0.9
 # What Marlin wants for a factor of 1 with E4M3 scales that it has multiplied by 2^7: exponents of
 # E2M1 (bias 1) are read as BF16's (bias 127).
 _FACTOR_OF_ONE = 2.0 ** (126 - 7)
+_LARGEST_E4M3 = 0x7E  # as a byte; above are NaN and what has a sign
 _THREAD_BLOCKS = 4  # of a multiprocessor, at most: each has a lock in the workspace
 
 
@@ -75,10 +76,17 @@ def routed_experts_fp4(
 
 
 def pack(weight: FP4Matrices) -> None:
-    """Put a loaded weight in the order that Marlin reads, in place, one matrix after the other."""
+    """Put a loaded weight in the order that Marlin reads, in place, one matrix after the other.
+
+    Raises ValueError for scales that Marlin would take for others.
+    """
     experts, rows, columns = weight.shape
     if weight.packed:
         raise ValueError("the weight is packed already")
+    if _is_nvfp4(weight) and int(weight.scales.max()) > _LARGEST_E4M3:
+        raise ValueError(
+            "Marlin takes no negative scales: set SGLANG_DSV4_OPS=routed_experts_fp4=triton"
+        )
     functions = _functions()
     nothing = torch.empty(0, dtype=torch.int32, device=weight.codes.device)
     scale_dtype, process = torch.float8_e4m3fn, functions["nvfp4_marlin_process_scales"]

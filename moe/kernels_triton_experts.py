@@ -107,13 +107,16 @@ def weighted_sum(
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tile of a grouped product: rows are pairs, columns are of the output; and how it is run."""
+    """Tile of a grouped product: rows are pairs, columns are of the output; and how it is run.
+
+    depth: inputs at a time, 0 where the order of the weights decides that.
+    """
 
     rows: int
     columns: int
-    depth: int
     warps: int
     stages: int
+    depth: int = 0
 
 
 @dataclass(frozen=True)

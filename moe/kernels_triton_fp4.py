@@ -91,16 +91,17 @@ class _FP4:
 
     @staticmethod
     def tiles(average: float, element_size: int) -> Tiles:
-        """As for dense matrices; but columns are of the output, also where there are gates."""
+        """As for dense matrices; but columns are of the output, also where there are gates, and the
+        depth is that of the packing."""
         if element_size > 2:
-            return Tiles(rows=16, columns=16, depth=128, warps=4, stages=2)
+            return Tiles(rows=16, columns=16, warps=4, stages=2)
         if average <= 8:
-            return Tiles(rows=16, columns=32, depth=128, warps=4, stages=4)
+            return Tiles(rows=16, columns=32, warps=4, stages=4)
         if average <= 24:
-            return Tiles(rows=32, columns=64, depth=128, warps=4, stages=3)
+            return Tiles(rows=32, columns=64, warps=4, stages=3)
         if average <= 96:
-            return Tiles(rows=64, columns=64, depth=128, warps=4, stages=3)
-        return Tiles(rows=128, columns=64, depth=128, warps=8, stages=3)
+            return Tiles(rows=64, columns=64, warps=4, stages=3)
+        return Tiles(rows=128, columns=64, warps=8, stages=3)
 
     def multiply(
         self,
@@ -154,7 +155,8 @@ def _scale_values(scales, GROUP: tl.constexpr):
     """Bytes as fp32: E4M3 in NVFP4, UE8M0 in MXFP4; times _SCALES_UP."""
     bits = scales.to(tl.int32)
     if GROUP == 16:
-        return (bits << 20).to(tl.float32, bitcast=True) * (2.0**120) * _SCALES_UP
+        bits = ((bits & 0x7F) << 20) | ((bits & 0x80) << 24)
+        return bits.to(tl.float32, bitcast=True) * (2.0**120) * _SCALES_UP
     return (bits << 23).to(tl.float32, bitcast=True) * _SCALES_UP
 
 

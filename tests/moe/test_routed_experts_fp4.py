@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from op_checks import MACHINE, implementations, randn, thorough
 from sglang_dsv4 import dequant
-from sglang_dsv4.moe import kernels_triton_fp4, reference
+from sglang_dsv4.moe import kernels_marlin, kernels_triton_fp4, reference
 from sglang_dsv4.moe.fp4 import FP4Matrices
 from tolerance import assert_close
 
@@ -103,11 +103,13 @@ def test_no_tokens(op):
 PICKED = (0, 1, 62, 63, 64, 65, 127, 128, 255, 300, 510, 511)  # inputs, in both halves of tiles
 
 
-@pytest.mark.parametrize(("group", "scales"), [(NVFP4, range(0x7F)), (MXFP4, range(100, 137))])
+@pytest.mark.parametrize(
+    ("group", "scales"), [(NVFP4, [*range(0x7F), *range(0x80, 0xFF)]), (MXFP4, range(100, 137))]
+)
 def test_every_code_and_scale_is_exact(op, group, scales):
     """w2 has every byte of codes in each row and one scale a row; each token's activation is 20 for
     one input, else 0, so that its result is a column of w2."""
-    hidden, columns, device = 128, 512, MACHINE.device
+    hidden, columns, device = 256, 512, MACHINE.device
     w2 = FP4Matrices(1, hidden, columns, group=group, parts=1).to(device)
     w2.codes.copy_(torch.arange(columns // 2, device=device))
     w2.scales[0, : len(scales)].copy_(torch.tensor(scales, device=device)[:, None])
@@ -135,7 +137,8 @@ def test_stays_on_device(op):
             fake = mode.from_tensor(values.detach())
             setattr(weight, name, torch.nn.Parameter(fake, requires_grad=False))
     with mode:
-        op(*map(mode.from_tensor, (x, weights, experts)), w13, w2, limit=LIMIT)
+        result = op(*map(mode.from_tensor, (x, weights, experts)), w13, w2, limit=LIMIT)
+    assert result.shape == x.shape
 
 
 def test_a_weight_is_packed_once():
@@ -161,6 +164,13 @@ def test_what_cannot_be_multiplied_is_refused():
     large.scales[0, 3, 1] = 137
     with pytest.raises(ValueError, match=r"largest is 2\^10: .*routed_experts=bf16"):
         kernels_triton_fp4.pack(large)
+
+
+def test_marlin_refuses_negative_scales():
+    weight = matrices(2, 64, 64, group=NVFP4, parts=2)
+    weight.scales[1, 2, 3] = 0xB8  # -1
+    with pytest.raises(ValueError, match="no negative scales: .*routed_experts_fp4=triton"):
+        kernels_marlin.pack(weight)
 
 
 # ---- on a GPU, at the model's shapes ----
