@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,8 @@ for name in ("SGLANG_DSV4_PRECISION", "SGLANG_DSV4_OPS", "SGLANG_PLUGINS"):
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from filelock import FileLock  # noqa: E402
+
+import serving  # noqa: E402
 
 
 def poison(tensor: torch.Tensor) -> torch.Tensor:
@@ -139,9 +140,7 @@ def expected(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tupl
 @pytest.fixture
 def free_port() -> int:
     """A port of 127.0.0.1 that nothing listens on now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    return serving.free_port()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -43,6 +44,23 @@ class Reply:
     meta: dict[str, Any]
 
 
+def free_port() -> int:
+    """A port of 127.0.0.1 that nothing listens on now.
+
+    Not one that the system hands out, which another process may get, even for a connection that it
+    makes, in the seconds before a server listens.
+    """
+    for port in random.SystemRandom().sample(range(20000, 32000), 100):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise RuntimeError("none of 100 ports is free")
+
+
 class Server:
     """Starts on entry, stops on exit. `options` replace or extend DEFAULT_OPTIONS; a value of None
     removes an option, an empty one makes it a flag.
@@ -63,9 +81,7 @@ class Server:
         self.start_limit = START_LIMIT
         self.options = {**DEFAULT_OPTIONS, **(options or {})}
         self.env = env or {}
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.process: subprocess.Popen[bytes] | None = None
 
