@@ -163,10 +163,12 @@ def _scale_values(scales, GROUP: tl.constexpr):
 @triton.jit
 def _spread(scales, ROWS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr):
     """[ROWS, groups] -> [ROWS, WIDTH]: the scale of each value's group."""
-    if scales.shape[1] * GROUP > WIDTH:  # both halves of the tile lie in one group
-        return tl.broadcast_to(scales, (ROWS, WIDTH))
-    groups = tl.broadcast_to(scales[:, :, None], (ROWS, WIDTH // GROUP, GROUP))
-    return tl.reshape(groups, (ROWS, WIDTH))
+    if GROUP > WIDTH:  # both halves of the tile lie in one group
+        spread = tl.broadcast_to(scales, (ROWS, WIDTH))
+    else:
+        groups = tl.broadcast_to(scales[:, :, None], (ROWS, WIDTH // GROUP, GROUP))
+        spread = tl.reshape(groups, (ROWS, WIDTH))
+    return spread
 
 
 @triton.jit

@@ -16,7 +16,7 @@ KERNEL_TESTS = (
     "tests/test_mhc_pre.py", "tests/test_mhc_post.py", "tests/test_mhc_head.py",
     "tests/test_kernels_mhc.py", "tests/test_graph_capture.py",
 )  # fmt: skip
-WORKERS = 6  # compiling takes a core each
+WORKERS = 14  # compiling takes a core each
 BATCHES = ("1", "3", "8", "64")
 
 
@@ -45,7 +45,7 @@ def tested(run: Run, name: str, *arguments: str, workers: int = 0) -> dict[str, 
     """Counts and failures of a pytest run."""
     report = run.out / f"{name}.xml"
     report.unlink(missing_ok=True)
-    spread = ("-n", str(workers), "--dist", "loadfile") if workers and run.on_gpu else ()
+    spread = ("-n", str(workers), "--dist", "worksteal") if workers and run.on_gpu else ()
     options = (f"--junitxml={report}", "--durations=15", *spread)
     code = run.command(name, [*PYTEST, *options, *arguments])
     if not report.exists():

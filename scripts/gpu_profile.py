@@ -98,7 +98,7 @@ def counted(run: Run, ratios: list[int], hashed: int, batch: int) -> Counted:
     launches: defaultdict[str, float] = defaultdict(float)
     time: defaultdict[str, float] = defaultdict(float)
     for event in profiled.events():
-        on_device = event.device_type is DeviceType.CUDA
+        on_device = event.device_type == DeviceType.CUDA
         if on_device == run.on_gpu and event.name != "steps":
             launches[event.name] += 1 / steps
             time[event.name] += (

@@ -271,22 +271,21 @@ def _rms_norm_kernel(
 
 
 @triton.jit
-def _dot_fp32(x, factors, total):
-    """total + x @ factors, as exact as fp32 products of the fp32 factors.
+def _dot_fp32(x, factors):
+    """x @ factors, as exact as fp32 products of the fp32 factors.
 
     A bf16 x meets the factors cut into three bf16 parts, 24 bits together, on tensor cores: each
-    product is exact there, and only the sums round. Any other x takes the fp32 units.
+    product is exact there. But their sums are cut off instead of rounded, so they should be short:
+    longer ones are the caller's to add. Any other x takes the fp32 units.
     """
     if x.dtype == tl.bfloat16:
         high = factors.to(tl.bfloat16)
         rest = factors - high.to(tl.float32)
         middle = rest.to(tl.bfloat16)
         low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
-        total = tl.dot(x, low, total)
-        total = tl.dot(x, middle, total)
-        total = tl.dot(x, high, total)
+        total = tl.dot(x, high, tl.dot(x, middle, tl.dot(x, low)))
     else:
-        total = tl.dot(x.to(tl.float32), factors, total, input_precision="ieee")
+        total = tl.dot(x.to(tl.float32), factors, input_precision="ieee")
     return total
 
 
@@ -325,7 +324,7 @@ def _project_kernel(
         )
         wide = x.to(tl.float32)
         squares += wide * wide
-        total = _dot_fp32(x, factors, total)
+        total += _dot_fp32(x, factors)
     line = sums + (part * tokens + token) * (ROWS + 1)
     written = (token < tokens)[:, None] & (row < ROWS)[None, :]
     tl.store(line[:, None] + row[None, :], total, mask=written)

@@ -38,6 +38,8 @@ def poisoned_memory() -> Iterator[None]:
     def poisoned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         return lambda *args, **options: poison(make(*args, **options))
 
+    # torch looks these up by name when `torch.device` is first entered: the real ones, please.
+    torch.utils._device._device_constructors()
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in (
             (torch, "empty"),
