@@ -145,7 +145,7 @@ class Blocks:
 def _find_blocks(experts: torch.Tensor, expert_count: int, tiles: Tiles) -> Blocks:
     pairs = experts.numel()
     chosen = experts.contiguous()
-    if pairs <= _MAX_SCANNED_PAIRS and tiles.rows == 16:
+    if pairs <= _MAX_SCANNED_PAIRS and tiles.rows <= 16:
         return Blocks(chosen, None, pairs, expert_count)
     order = torch.empty(pairs, dtype=torch.int32, device=experts.device)
     starts = torch.empty(expert_count, dtype=torch.int32, device=experts.device)

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_dsv4.backends import compute_capability
 from sglang_dsv4.dequant import MXFP4_GROUP
 from sglang_dsv4.moe.fp4 import FP4Matrices
 from sglang_dsv4.moe.kernels_triton import _swiglu
@@ -23,11 +24,16 @@ from sglang_dsv4.moe.kernels_triton_experts import (
     weighted_sum,
 )
 
-# Codes, as their bits read in BF16, are too small by 2^126; scales are multiplied by this, and what
-# remains, 2^-8, the factors make good. Larger UE8M0 scales (their bias is 127) would be infinite.
-_SCALES_UP = tl.constexpr(2.0**118)
+# Codes, as their bits read in BF16, are too small by 2^126; scales are made larger by 2^118, and
+# what remains, 2^-8, the factors make good.
 _FACTORS_UP = tl.constexpr(2.0**8)
-_LARGEST_UE8M0 = 127 + 9
+_SCALES_UP = tl.constexpr(118)
+# A scale of one byte becomes BF16 by a shift and a sum. UE8M0 (its bias is 127) is BF16's exponent;
+# larger ones than this would be infinite.
+_LARGEST_UE8M0 = 254 - _SCALES_UP.value
+# `pack` makes E5M3 of E4M3: without a sign, without subnormal numbers, and with this bias.
+_E5M3_BIAS = tl.constexpr(10)
+_ROWS = 16  # of a tile
 
 # The interpreter knows no assembly.
 _ASSEMBLY = tl.constexpr(not triton.knobs.runtime.interpret)
@@ -53,29 +59,73 @@ def routed_experts_fp4(
 
 
 def pack(weight: FP4Matrices) -> None:
-    """Put the codes of a loaded weight in the order that the kernels read, in place, once.
+    """Put a loaded weight in the order that the kernels read, in place, one matrix after the other.
 
-    The inputs of a row are cut into tiles; a byte then holds two codes that are half a tile apart
-    instead of neighbours, so that each half tile of inputs is read without a gap. Raises ValueError
-    for scales that the kernels cannot multiply exactly.
+    A tile has 16 rows and 128 inputs (64 or 32 where these do not divide), in the order of the
+    fragments of a tensor core's left operand, so that the threads that read codes multiply them:
+    thread 4 g + c has the rows g and g + 8, of every 16 inputs the four from 4 c on. Its codes
+    follow each other (`_tile_of_codes`), and so do the scales of these (`_tile_of_scales`). Raises
+    ValueError for scales that cannot be multiplied exactly.
     """
-    experts, rows, columns = weight.shape
     if weight.packed:
         raise ValueError("the weight is packed already")
+    _, rows, columns = weight.shape
+    if rows % (_ROWS * weight.parts):
+        raise ValueError(f"four-bit matrices need a multiple of {_ROWS} rows, found {rows}")
     depth = _fp4_depth(columns)
-    if weight.group == MXFP4_GROUP:
-        largest = int(weight.scales.max())
-        if largest > _LARGEST_UE8M0:
-            raise ValueError(
-                f"MXFP4 scales up to 2^{_LARGEST_UE8M0 - 127} can be multiplied in BF16; the"
-                f" largest is 2^{largest - 127}: set SGLANG_DSV4_PRECISION=routed_experts=bf16"
-            )
-    for matrix in weight.codes:
-        tiles = matrix.view(rows, columns // depth, depth // 2)
-        low, high = tiles & 15, tiles >> 4
-        codes = torch.stack([low, high], dim=-1).view(rows, columns // depth, 2, depth // 2)
-        matrix.copy_((codes[:, :, 0] | codes[:, :, 1] << 4).view(matrix.shape))
+    largest = int(weight.scales.max())
+    if weight.group == MXFP4_GROUP and largest > _LARGEST_UE8M0:
+        raise ValueError(
+            f"MXFP4 scales up to 2^{_LARGEST_UE8M0 - 127} can be multiplied in BF16; the"
+            f" largest is 2^{largest - 127}: set SGLANG_DSV4_PRECISION=routed_experts=bf16"
+        )
+    for codes, scales in zip(weight.codes, weight.scales, strict=True):
+        unpacked = torch.stack([codes & 15, codes >> 4], dim=-1).view(rows, columns)
+        if weight.group != MXFP4_GROUP:
+            _to_e5m3(unpacked, scales)
+        codes.copy_(_tile_of_codes(unpacked, depth).reshape(codes.shape))
+        scales.copy_(_tile_of_scales(scales, depth, weight.group).view(scales.shape))
     weight.packed = True
+
+
+def _to_e5m3(codes: torch.Tensor, scales: torch.Tensor) -> None:
+    """E4M3 scales [N, K / 16] as E5M3, in place; what these cannot say, the codes [N, K] do."""
+    groups = codes.view(*scales.shape, -1)
+    groups ^= ((scales >> 7) << 3).unsqueeze(-1)  # a sign
+    groups.masked_fill_((scales & 0x7F == 0).unsqueeze(-1), 0)
+    values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().abs()
+    if scales.numel() and bool(((scales & 0x7F) == 0x7F).any()):
+        raise ValueError("an NVFP4 scale is not a number: the checkpoint is damaged")
+    mantissa, exponent = torch.frexp(values.nan_to_num())  # a half up to one
+    table = ((exponent - 1 + _E5M3_BIAS.value) * 8 + mantissa * 16 - 8).clamp(min=0).to(torch.uint8)
+    scales.copy_(table.to(scales.device)[scales.long()])
+
+
+def _tile_of_codes(codes: torch.Tensor, depth: int) -> torch.Tensor:
+    """Codes [N, K] to bytes [N / 16, K / depth, ...]: for every 64 inputs of a tile, 16 bytes of
+    each thread one after the other.
+
+    A word of four bytes has four neighbouring inputs in each half tile, so that a shift brings two
+    neighbours to their places in a pair of BF16: the nibbles of a word, from the lowest, are of
+    half 0 input 0 and 2, of half 1 input 0 and 2, and then the same of inputs 1 and 3.
+    """
+    rows, columns = codes.shape
+    blocks = max(depth // 64, 1)
+    # rows: tile, r8, g; inputs: tile, half, block, sixteen, c, two of four, neighbour
+    split = codes.view(rows // _ROWS, 2, 8, columns // depth, 2, blocks, -1, 4, 2, 2)
+    # tile of rows, tile of inputs, block, g, c, sixteen, r8; of a word: neighbour, half, two
+    ordered = split.permute(0, 3, 5, 2, 7, 6, 1, 9, 4, 8)
+    return ordered[..., 0] | ordered[..., 1] << 4
+
+
+def _tile_of_scales(scales: torch.Tensor, depth: int, group: int) -> torch.Tensor:
+    """Scales [N, K / group] to [N / 16, K / depth, 8, ...]: those of a thread's codes together, in
+    the order: group within a block, row g or g + 8, block, half."""
+    rows, columns = scales.shape
+    blocks, groups = max(depth // 64, 1), depth // group
+    halves = min(groups, 2)
+    split = scales.view(rows // _ROWS, 2, 8, columns // groups, halves, blocks, -1)
+    return split.permute(0, 3, 2, 6, 1, 5, 4).contiguous()
 
 
 class _FP4:
@@ -92,16 +142,17 @@ class _FP4:
     @staticmethod
     def tiles(average: float, element_size: int) -> Tiles:
         """As for dense matrices; but columns are of the output, also where there are gates, and the
-        depth is that of the packing."""
+        depth is that of the packing. Each was the fastest of several on an H200 at Flash's shapes
+        with 1 to 4,096 tokens."""
         if element_size > 2:
-            return Tiles(rows=16, columns=16, warps=4, stages=2)
-        if average <= 8:
-            return Tiles(rows=16, columns=32, warps=4, stages=4)
+            return Tiles(rows=16, columns=16, warps=1, stages=2)
+        if average <= 5:
+            return Tiles(rows=8, columns=64, warps=4, stages=4)
         if average <= 24:
-            return Tiles(rows=32, columns=64, warps=4, stages=3)
-        if average <= 96:
-            return Tiles(rows=64, columns=64, warps=4, stages=3)
-        return Tiles(rows=128, columns=64, warps=8, stages=3)
+            return Tiles(rows=16, columns=64, warps=2, stages=4)
+        if average > 64 and compute_capability() == 90:  # it has the shared memory
+            return Tiles(rows=128, columns=128, warps=8, stages=3)
+        return Tiles(rows=64, columns=64, warps=4, stages=3)
 
     def multiply(
         self,
@@ -117,8 +168,8 @@ class _FP4:
         pairs, width = out.shape
         _grouped_product_fp4_kernel[(blocks.count * triton.cdiv(width, tiles.columns),)](
             x,
-            self.codes,
-            self.scales,
+            self.codes.flatten(1).view(torch.int32),
+            self.scales.flatten(1).view(torch.int16),
             self.weight.factors,
             out,
             blocks.order,
@@ -126,8 +177,8 @@ class _FP4:
             pairs,
             width,
             x.shape[1],
-            self.codes.stride(0),
-            self.scales.stride(0),
+            self.codes.stride(0) // 4,
+            self.scales.stride(0) // 2,
             limit if gated else 0.0,
             EXPERTS=blocks.experts,
             PAIRS=blocks.scanned,
@@ -143,7 +194,7 @@ class _FP4:
 
 
 def _fp4_depth(inputs: int) -> int:
-    """Inputs of a tile, whose halves share bytes: the largest of 128, 64 and 32 that divides."""
+    """Inputs of a tile: the largest of 128, 64 and 32 that divides."""
     depth = min(inputs & -inputs, 128)
     if depth < 32:
         raise ValueError(f"four-bit matrices need a multiple of 32 inputs, found {inputs}")
@@ -151,76 +202,102 @@ def _fp4_depth(inputs: int) -> int:
 
 
 @triton.jit
-def _scale_values(scales, GROUP: tl.constexpr):
-    """Bytes as fp32: E4M3 in NVFP4, UE8M0 in MXFP4; times _SCALES_UP."""
-    bits = scales.to(tl.int32)
-    if GROUP == 16:
-        bits = ((bits & 0x7F) << 20) | ((bits & 0x80) << 24)
-        return bits.to(tl.float32, bitcast=True) * (2.0**120) * _SCALES_UP
-    return (bits << 23).to(tl.float32, bitcast=True) * _SCALES_UP
+def _scale_pairs(scales, GROUP: tl.constexpr):
+    """Lowest bytes as BF16, times 2^_SCALES_UP, twice in a word: E5M3 in NVFP4, UE8M0 in MXFP4."""
+    SHIFT: tl.constexpr = 4 if GROUP == 16 else 7
+    FIRST: tl.constexpr = (127 - _E5M3_BIAS if GROUP == 16 else 0) + _SCALES_UP
+    return (scales & 0xFF) * (0x10001 << SHIFT) + (FIRST << 7) * 0x10001
 
 
 @triton.jit
-def _spread(scales, ROWS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr):
-    """[ROWS, groups] -> [ROWS, WIDTH]: the scale of each value's group."""
-    if GROUP > WIDTH:  # both halves of the tile lie in one group
-        spread = tl.broadcast_to(scales, (ROWS, WIDTH))
-    else:
-        groups = tl.broadcast_to(scales[:, :, None], (ROWS, WIDTH // GROUP, GROUP))
-        spread = tl.reshape(groups, (ROWS, WIDTH))
-    return spread
+def _spread(scales, WORDS: tl.constexpr):
+    """[n, groups * 2] -> [n, WORDS]: the scale of each word's codes."""
+    GROUPS: tl.constexpr = scales.shape[1] // 2
+    each = tl.reshape(scales, (scales.shape[0], GROUPS, 1, 2))
+    each = tl.broadcast_to(each, (scales.shape[0], GROUPS, WORDS // 2 // GROUPS, 2))
+    return tl.reshape(each, (scales.shape[0], WORDS))
 
 
 @triton.jit
-def _unpacked(codes, low_scales, high_scales):
-    """The E2M1 numbers in the lower and in the upper halves of bytes, times 2^-126 and their scale.
+def _unpacked(words, low_scales, high_scales):
+    """Eight E2M1 numbers of a word as four pairs of BF16 in words, times 2^-126 and their scales:
+    two pairs of the lower and two of the upper half tile.
 
     Sign, exponent and mantissa are put where BF16 has them and read as that, subnormals included.
     """
     if _ASSEMBLY:
-        low, high = tl.inline_asm_elementwise(
+        pairs = tl.inline_asm_elementwise(
             """
             {
-            .reg .b32 a, b, t, u, zero;
+            .reg .b32 t, u, zero;
             mov.b32 zero, 0x80008000;
-            prmt.b32 a, $4, 0, 0x4140;
-            prmt.b32 b, $4, 0, 0x4342;
-            shl.b32 t, a, 6;
-            shl.b32 u, a, 12;
+            shl.b32 t, $4, 6;
+            shl.b32 u, $4, 12;
             and.b32 t, t, 0x01C001C0;
             lop3.b32 t, u, 0x80008000, t, 0xEA;
             fma.rn.bf16x2 $0, t, $5, zero;
-            shl.b32 t, b, 6;
-            shl.b32 u, b, 12;
+            shl.b32 t, $4, 2;
+            shl.b32 u, $4, 8;
             and.b32 t, t, 0x01C001C0;
             lop3.b32 t, u, 0x80008000, t, 0xEA;
-            fma.rn.bf16x2 $1, t, $6, zero;
-            shl.b32 t, a, 2;
-            shl.b32 u, a, 8;
+            fma.rn.bf16x2 $1, t, $5, zero;
+            shr.b32 t, $4, 2;
+            shl.b32 u, $4, 4;
             and.b32 t, t, 0x01C001C0;
             lop3.b32 t, u, 0x80008000, t, 0xEA;
-            fma.rn.bf16x2 $2, t, $7, zero;
-            shl.b32 t, b, 2;
-            shl.b32 u, b, 8;
+            fma.rn.bf16x2 $2, t, $6, zero;
+            shr.b32 t, $4, 6;
             and.b32 t, t, 0x01C001C0;
-            lop3.b32 t, u, 0x80008000, t, 0xEA;
-            fma.rn.bf16x2 $3, t, $8, zero;
+            lop3.b32 t, $4, 0x80008000, t, 0xEA;
+            fma.rn.bf16x2 $3, t, $6, zero;
             }
             """,
             # Early: outputs are written while inputs are still to be read.
-            "=&r,=&r,=&r,=&r,r,r,r,r,r",
-            [codes, low_scales.to(tl.bfloat16), high_scales.to(tl.bfloat16)],
-            dtype=(tl.bfloat16, tl.bfloat16),
+            "=&r,=&r,=&r,=&r,r,r,r",
+            [words, low_scales, high_scales],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
             is_pure=True,
-            pack=4,
+            pack=1,
         )
     else:
-        bits = codes.to(tl.int32)
-        low = ((bits & 7) << 22) | ((bits & 8) << 28)
-        high = ((bits & 112) << 18) | ((bits & 128) << 24)
-        low = (low.to(tl.float32, bitcast=True) * low_scales).to(tl.bfloat16)
-        high = (high.to(tl.float32, bitcast=True) * high_scales).to(tl.bfloat16)
-    return low, high
+        pairs = (
+            _scaled_pair(words, low_scales),
+            _scaled_pair(words >> 4, low_scales),
+            _scaled_pair(words >> 8, high_scales),
+            _scaled_pair(words >> 12, high_scales),
+        )
+    return pairs
+
+
+@triton.jit
+def _scaled_pair(words, scales):
+    """The codes in the lowest bits of both halves of words, times the scales in theirs."""
+    first = _scaled(words, scales)
+    second = _scaled(words >> 16, scales)
+    return (first & 0xFFFF) | (second << 16)
+
+
+@triton.jit
+def _scaled(codes, scales):
+    """The bits of a code times a scale, both in the lowest bits."""
+    code = ((codes & 7) << 22) | ((codes & 8) << 28)
+    product = code.to(tl.float32, bitcast=True) * (scales << 16).to(tl.float32, bitcast=True)
+    return product.to(tl.int32, bitcast=True) >> 16
+
+
+@triton.jit
+def _numbers(pairs):
+    """Words [...] -> BF16 [..., 2]: the lower half of each first."""
+    return tl.join(pairs, pairs >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _left_operand(pairs, TILES: tl.constexpr, BLOCKS: tl.constexpr):
+    """Words of threads [TILES * 32, words, twos, blocks] -> BF16 [TILES * 16, inputs]."""
+    SIXTEENS: tl.constexpr = pairs.shape[1] // 2
+    values = tl.reshape(_numbers(pairs), (TILES, 8, 4, SIXTEENS, 2, 2, BLOCKS, 2))
+    values = tl.permute(values, (0, 4, 1, 6, 3, 2, 5, 7))
+    return tl.reshape(values, (TILES * 16, BLOCKS * SIXTEENS * 16))
 
 
 @triton.jit
@@ -228,28 +305,46 @@ def _fp4_product(
     codes,
     scales,
     first,
-    rows,
+    part,
+    column,
     lows,
     highs,
     total,
+    width,
     depth,
+    TILES: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """total [rows, M] + matrix[rows, first : first + BLOCK_K] @ (lows, highs) [BLOCK_K / 2, M]."""
-    HALF: tl.constexpr = BLOCK_K // 2
-    GROUPS: tl.constexpr = max(HALF // GROUP, 1)
-    ROWS: tl.constexpr = rows.shape[0]
-    row = rows[:, None].to(tl.int64)
-    both = tl.load(codes + row * (depth // 2) + first // 2 + tl.arange(0, HALF)[None, :])
-    scale = scales + row * (depth // GROUP) + first // GROUP + tl.arange(0, GROUPS)[None, :]
-    low_scales = _scale_values(tl.load(scale), GROUP)
-    high_scales = _scale_values(tl.load(scale + HALF // GROUP), GROUP)
-    low, high = _unpacked(
-        both,
-        _spread(low_scales, ROWS, HALF, GROUP),
-        _spread(high_scales, ROWS, HALF, GROUP),
-    )
+    """total [16 TILES, M] + rows from `column` on of a part of the matrix, inputs from `first` on,
+    @ (lows, highs) [BLOCK_K / 2, M]. part: its first row; it has `width` of them."""
+    BLOCKS: tl.constexpr = max(BLOCK_K // 64, 1)
+    WORDS: tl.constexpr = BLOCK_K // BLOCKS // 16
+    GROUPS: tl.constexpr = BLOCK_K // GROUP
+    thread = tl.arange(0, TILES * 32)
+    tile = part // 16 + tl.minimum(column // 16 + thread // 32, width // 16 - 1)
+    tile = tile.to(tl.int64) * (depth // BLOCK_K) + first // BLOCK_K
+    scale = scales + (tile * 8 + thread % 32 // 4) * GROUPS
+    scale = tl.load(scale[:, None] + tl.arange(0, GROUPS)[None, :]).to(tl.int32)
+    low_scales, high_scales = _scale_pairs(scale, GROUP), _scale_pairs(scale >> 8, GROUP)
+    if GROUPS == 1:  # both halves of the tile lie in one group; what differs is the row
+        low_scales = tl.reshape(tl.join(low_scales, high_scales), (TILES * 32, 2))
+        high_scales = low_scales
+    word = codes + tile * (BLOCK_K * 2) + thread % 32 * WORDS
+    word = word[:, None] + tl.arange(0, WORDS)[None, :]
+    if BLOCKS == 2:
+        SHAPE: tl.constexpr = (TILES * 32, GROUPS // 2, 2)
+        low_a, low_b = tl.split(tl.reshape(low_scales, SHAPE))
+        high_a, high_b = tl.split(tl.reshape(high_scales, SHAPE))
+        a = _unpacked(tl.load(word), _spread(low_a, WORDS), _spread(high_a, WORDS))
+        b = _unpacked(tl.load(word + 32 * WORDS), _spread(low_b, WORDS), _spread(high_b, WORDS))
+        low = tl.join(tl.join(a[0], b[0]), tl.join(a[1], b[1]))
+        high = tl.join(tl.join(a[2], b[2]), tl.join(a[3], b[3]))
+        low, high = tl.permute(low, (0, 1, 3, 2)), tl.permute(high, (0, 1, 3, 2))
+    else:
+        a = _unpacked(tl.load(word), _spread(low_scales, WORDS), _spread(high_scales, WORDS))
+        low, high = tl.join(a[0], a[1]), tl.join(a[2], a[3])
+    low, high = _left_operand(low, TILES, BLOCKS), _left_operand(high, TILES, BLOCKS)
     total = tl.dot(low.to(lows.dtype), lows, total, input_precision="ieee")
     return tl.dot(high.to(lows.dtype), highs, total, input_precision="ieee")
 
@@ -279,6 +374,7 @@ def _grouped_product_fp4_kernel(
     BLOCK_K: tl.constexpr,
 ):
     """As _grouped_product_kernel, transposed: the weights, made in registers, are the left side."""
+    TILES: tl.constexpr = BLOCK_N // 16
     tiles = tl.cdiv(width, BLOCK_N)
     block = tl.program_id(0) // tiles
     if PAIRS > 0:
@@ -288,8 +384,7 @@ def _grouped_product_fp4_kernel(
     if count <= 0:
         return
     expert, pair = expert.to(tl.int64), pair.to(tl.int64)
-    column = (tl.program_id(0) % tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row = tl.minimum(column, width - 1)
+    column = (tl.program_id(0) % tiles) * BLOCK_N
     half = tl.arange(0, BLOCK_K // 2)
     x_tile = x + (pair // PAIRS_PER_ROW)[None, :] * depth + half[:, None]
     codes += expert * codes_expert
@@ -299,10 +394,25 @@ def _grouped_product_fp4_kernel(
     for first in range(0, depth, BLOCK_K):
         lows = tl.load(x_tile)
         highs = tl.load(x_tile + BLOCK_K // 2)
-        total = _fp4_product(codes, scales, first, row, lows, highs, total, depth, GROUP, BLOCK_K)
+        total = _fp4_product(
+            codes, scales, first, 0, column, lows, highs, total, width, depth, TILES, GROUP, BLOCK_K
+        )
         if GATED:
-            up = row + width
-            ups = _fp4_product(codes, scales, first, up, lows, highs, ups, depth, GROUP, BLOCK_K)
+            ups = _fp4_product(
+                codes,
+                scales,
+                first,
+                width,
+                column,
+                lows,
+                highs,
+                ups,
+                width,
+                depth,
+                TILES,
+                GROUP,
+                BLOCK_K,
+            )
         x_tile += BLOCK_K
     if GATED:
         total *= tl.load(factors + expert * 2) * _FACTORS_UP
@@ -310,5 +420,6 @@ def _grouped_product_fp4_kernel(
         total = _swiglu(total, ups, limit)
     else:
         total *= tl.load(factors + expert) * _FACTORS_UP
-    stored = (column < width)[:, None] & (tl.arange(0, BLOCK_M) < count)[None, :]
-    tl.store(out + pair[None, :] * width + column[:, None], total, mask=stored)
+    columns = column + tl.arange(0, BLOCK_N)
+    stored = (columns < width)[:, None] & (tl.arange(0, BLOCK_M) < count)[None, :]
+    tl.store(out + pair[None, :] * width + columns[:, None], total, mask=stored)

@@ -34,8 +34,10 @@ on a GPU host without a network, where SGLang and its requirements lie in /tmp/s
   python scripts/gpu_acceptance.py --install /tmp/site
   python scripts/gpu_acceptance.py --out $OUT --parts kernels
   python scripts/gpu_acceptance.py --out $OUT --parts graph,profile,timings
+  python scripts/gpu_acceptance.py --out $OUT --parts agreement
   python scripts/gpu_acceptance.py --out $OUT --parts nano
   python scripts/gpu_acceptance.py --out $OUT --parts dummy
+  python scripts/gpu_acceptance.py --out $OUT --parts load
   python scripts/gpu_acceptance.py --out $OUT --parts sanitizer
   python scripts/gpu_acceptance.py --out $OUT --parts flashinfer
 
@@ -100,8 +102,14 @@ PARTS = {
         "launches and time of a decode step by layer kind", 200, "gpu_profile:profile_part"
     ),
     "timings": Part("each kernel alone, with a cold L2", 480, "gpu_checks:timings"),
+    "agreement": Part(
+        "layers, formats and answers against transformers and the CPU",
+        400,
+        "gpu_agreement:agreement",
+    ),
     "nano": Part("the trained model served: answers, paths, start", 560, "gpu_serving:nano"),
     "dummy": Part("Flash (4 layers) and Pro (2 layers) served", 580, "gpu_serving:dummy"),
+    "load": Part("2,000 requests at once, batches, a long prompt", 300, "gpu_load:load"),
     "sanitizer": Part("compute-sanitizer on small shapes", 580, "gpu_checks:sanitizer"),
     "flashinfer": Part("tests and timings of FlashInfer", 580, "gpu_checks:flashinfer"),
 }

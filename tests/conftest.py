@@ -17,6 +17,7 @@ for name in ("SGLANG_DSV4_PRECISION", "SGLANG_DSV4_OPS", "SGLANG_PLUGINS"):
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from filelock import FileLock  # noqa: E402
+from torch.utils._device import _device_constructors  # noqa: E402
 
 import serving  # noqa: E402
 
@@ -39,7 +40,7 @@ def poisoned_memory() -> Iterator[None]:
         return lambda *args, **options: poison(make(*args, **options))
 
     # torch looks these up by name when `torch.device` is first entered: the real ones, please.
-    torch.utils._device._device_constructors()
+    _device_constructors()
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in (
             (torch, "empty"),

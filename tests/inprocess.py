@@ -10,9 +10,9 @@ from safetensors import safe_open
 from sglang_dsv4 import expert_storage, precision, weights
 from sglang_dsv4.attention.cache import PAGE, RING, LayerCache, allocate
 from sglang_dsv4.attention.metadata import Batch, Metadata, build
-from sglang_dsv4.backends import Machine, choose
+from sglang_dsv4.backends import Machine, choose, pack_experts
 from sglang_dsv4.config import DSV4Config
-from sglang_dsv4.graph_safety_step import SmallLM
+from sglang_dsv4.graph_safety_step import SmallLM, to_device
 from sglang_dsv4.parallel import Parallel
 from sglang_dsv4.parameters import default_dtype
 
@@ -115,7 +115,10 @@ class Host:
 
 
 class Runner(Host):
-    """A checkpoint's model over a cache that starts full of NaN, but for the null row."""
+    """A checkpoint's model over a cache that starts full of NaN, but for the null row.
+
+    device: "cpu" with the reference ops, or "cuda" with those that a server would take there.
+    """
 
     def __init__(
         self,
@@ -128,24 +131,33 @@ class Runner(Host):
         slots: int = 9,
         context: int = 1024,
         parallel: Parallel | None = None,
+        device: str = "cpu",
     ) -> None:
         super().__init__(pages=pages, slots=slots, context=context)
         self.config = DSV4Config.from_checkpoint(folder)
+        self.device = device
         self.parallel = parallel = parallel or Parallel()
         chosen = precision.parse(f"indexer_qk={indexer_qk},routed_experts={routed_experts}")
-        ops, rank, size = choose(Machine("cpu", "CPU", None)), parallel.rank, parallel.size
+        ops, rank, size = choose(Machine.probe(device)), parallel.rank, parallel.size
         self.storage = expert_storage.decide(
             self.config,
             expert_storage.from_headers(folder),
             chosen=chosen.routed_experts,
-            device="cpu",
+            device=device,
             ranks=size,
         )
         with default_dtype(dtype):
             self.lm = SmallLM(self.config, ops, chosen, parallel, self.storage.groups)
         self.report = weights.load(self.lm, _tensors(folder), self.config, rank=rank, size=size)
+        self.lm.to(device)
+        pack_experts(ops, self.lm)
         self.caches: tuple[LayerCache, ...] = allocate(
-            self.config, pages=pages, window_pages=pages, requests=slots, dtype=dtype
+            self.config,
+            pages=pages,
+            window_pages=pages,
+            requests=slots,
+            dtype=dtype,
+            device=device,
         )
         for cache in self.caches:
             for tensor in _tensors_of(cache):
@@ -168,7 +180,7 @@ class Runner(Host):
         """Run new tokens of several requests in one forward: logits [new, V / ranks] for each."""
         meta = self.metadata(*parts, padding=padding)
         ids = torch.tensor([token for _, tokens in parts for token in tokens] + [0] * padding)
-        logits = self.lm(ids, meta, self.caches)
+        logits = self.lm(ids.to(self.device), meta, self.caches)
         for request, tokens in parts:
             request.tokens.extend(tokens)
         counts = [len(tokens) for _, tokens in parts]
@@ -181,7 +193,7 @@ class Runner(Host):
 
     def metadata(self, *parts: Part, padding: int = 0) -> Metadata:
         """What the server's attention backend would build for this forward."""
-        batch = self.batch(*parts, padding=padding)
+        batch = to_device(self.batch(*parts, padding=padding), self.device)
         window_rows = self.caches[0].window_rows
         return build(batch, window=self.config.sliding_window, window_rows=window_rows)
 

@@ -5,11 +5,15 @@ import importlib.metadata
 import inspect
 import json
 import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import nano
 from serving import Reply, Server
 from sglang_dsv4.config import DSV4Config
 
@@ -17,6 +21,8 @@ sys.path.append(str(Path(__file__).parents[1] / "scripts"))
 acceptance = importlib.import_module("gpu_acceptance")
 checks = importlib.import_module("gpu_checks")
 serving_parts = importlib.import_module("gpu_serving")
+load_part = importlib.import_module("gpu_load")
+load_cases = importlib.import_module("gpu_load_cases")
 profile_part = importlib.import_module("gpu_profile")
 
 
@@ -181,3 +187,157 @@ def test_launches_of_a_layer_are_a_difference() -> None:
     more = counted({"a": 3.0, "b": 1.0}, {"a": 30.0, "b": 5.0})
     less = counted({"a": 1.0, "b": 1.0}, {"a": 10.0, "b": 5.0})
     assert (more - less) == counted({"a": 2.0}, {"a": 20.0})
+
+
+# ---- the part `load` ----
+
+
+def test_the_load_is_a_function_of_its_seed() -> None:
+    asked = load_cases.cases(nano, 28, seed=1)
+    assert asked == load_cases.cases(nano, 28, seed=1) != load_cases.cases(nano, 28, seed=2)
+    assert len(set(asked)) == 28 and all(1 <= case.count <= 64 for case in asked)
+    kinds = {case.kind for case in asked}
+    assert kinds == {"fact", "chat", "recitation", "needle", "shared prefix", load_cases.BURST}
+    shared = [case.prompt for case in asked if case.kind == "shared prefix"]
+    assert len({prompt[:129] for prompt in shared}) < len(shared)  # beginnings of the same story
+    given = load_cases.jobs(asked, 280, 20, seed=2)
+    assert given == load_cases.jobs(asked, 280, 20, seed=2) != load_cases.jobs(asked, 280, 20, 3)
+    assert {job.case for job in given} == set(range(28)) and len(given) == 280
+    hows = [job.how for job in given if job.how]
+    assert hows.count("client") == hows.count("abort_request") == 14
+    assert all(1 <= job.stop <= asked[job.case].count for job in given if job.how)
+    burst = [at for at, job in enumerate(given) if asked[job.case].kind == load_cases.BURST]
+    assert burst == list(range(130, 150))
+    for job in given[130:150]:  # let in with a page, and soon in need of another
+        assert len(asked[job.case].prompt) < 256 < len(asked[job.case].prompt) + 64
+
+
+def test_pages_count_with_all_that_comes_before_them() -> None:
+    one, other = [1] * 512, [1] * 256 + [2] * 300
+    assert len(load_cases.pages([one, other, one[:300], one[:255]])) == 3
+    assert len(load_cases.pages([[3, *other], other])) == 4
+
+
+@pytest.mark.parametrize("length", [1, 700])
+def test_the_far_prompt_ends_with_a_question(length: int) -> None:
+    prompt = load_cases.far_prompt(nano, length)
+    assert len(prompt) == length and prompt[-1] == load_cases.far_prompt(nano, 2000)[-1]
+
+
+@pytest.mark.parametrize(
+    ("stop", "said", "gap", "kind"),
+    [
+        (0, reply("abcd"), 2.0, "equal"),
+        (0, reply("abxy"), 0.5, "ties"),
+        (0, reply("abxy", gap=0.1), 0.7, "wrong"),  # only the idle server's gap excuses
+        (0, reply("abc"), 0.1, "wrong"),  # too short
+        (0, "HTTPError: 500", 0.1, "wrong"),
+        (2, reply("ab"), 2.0, "equal"),  # aborted
+        (2, reply("abcdxyz"), 2.0, "equal"),  # went on beyond what is known
+        (2, reply("ax"), 2.0, "wrong"),
+        (2, reply("ax"), 0.5, "ties"),
+        (2, reply("a"), 0.5, "wrong"),  # ended before it was aborted
+    ],
+)
+def test_only_the_idle_servers_near_ties_excuse(
+    stop: int, said: Reply | str, gap: float, kind: str
+) -> None:
+    tally = load_cases.Tally()
+    job = load_cases.Job(0, "client" if stop else "", stop)
+    tally.add(load_cases.Case("fact", (1,), 4), job, said, reply("abcd", gap=gap))
+    found = {"equal": tally.equal, "ties": len(tally.ties), "wrong": len(tally.wrong)}
+    assert found[kind] == 1 and tally.answers == 1
+    if kind == "ties":
+        assert found["wrong"] == 0 and tally.smallest_gap() == gap
+        assert tally.ties[0]["step"] == tally.checked == len(set("ab") & set(map(chr, said.tokens)))
+
+
+def test_differences_before_a_parting_are_told() -> None:
+    tally, case = load_cases.Tally(), load_cases.Case("fact", (1,), 4)
+    alone, said = reply("abcd"), reply("abxd", logprobs=-1.25)
+    tally.add(case, load_cases.Job(0), said, alone)
+    assert (tally.logprob, tally.checked, tally.tokens) == (0.25, 2, 4)
+    assert load_cases.spread([reply("abcd", -1.25), alone], [alone] * 2) == {
+        "ok": True, "answers": 2, "alike": 2, "logprob": 0.25
+    }  # fmt: skip
+    assert not load_cases.spread([said], [alone])["ok"]
+    assert load_cases.identical([alone], [reply("abcd")])
+    for other in ([], [said], [reply("abcd", -1.0000001)], [reply("abcd", gap=2.0000001)]):
+        assert not load_cases.identical([alone], other)
+
+
+class Streaming(BaseHTTPRequestHandler):
+    """Says one token more with each event, until it is aborted; counts what it was asked."""
+
+    aborted: list[str] = []
+    events = 0
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.send_response(200)
+        self.end_headers()
+        if self.path == "/abort_request":
+            self.aborted.append(body["rid"])
+            return
+        for count in range(1, body["sampling_params"]["max_new_tokens"] + 1):
+            end = {"type": "abort"} if body["rid"] in self.aborted else None
+            meta = {
+                "output_token_logprobs": [[-1.0, 7, None]] * count,
+                "output_top_logprobs": [[[-1.0, 7, None], [-3.0, 8, None]]] * count,
+                "finish_reason": end,
+            }
+            event = {"output_ids": [7] * count, "meta_info": meta}
+            self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+            type(self).events += 1
+            time.sleep(0.002)
+            if end:
+                return
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("how", ["client", "abort_request"])
+def test_a_stream_is_cut_short(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Streaming, "aborted", [])
+    monkeypatch.setattr(Streaming, "events", 0)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Streaming) as listening:
+        threading.Thread(target=listening.serve_forever).start()
+        server = Server(Path("none"), Path("none"))
+        server.url = f"http://127.0.0.1:{listening.server_port}"
+        case, job = load_cases.Case("fact", (1, 2), 4), load_cases.Job(0, how, 3)
+        said = load_part.cut_short(server, case, job, "one.")
+        listening.shutdown()
+    assert len(said.tokens) >= 3 and set(said.gaps) == {2.0} and said.cached == 0
+    assert Streaming.events < case.count + load_part.RUNS_ON
+    if how == "client":
+        assert len(said.tokens) == 3 and not Streaming.aborted
+    else:
+        assert Streaming.aborted == ["one."] and said.meta["finish_reason"] == {"type": "abort"}
+
+
+def test_one_failure_of_the_load_hides_no_other(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And its server is started as users start it, with room for the long prompt."""
+    servers, ran = [], []
+
+    def fail(shown: Any) -> None:
+        ran.append(shown)
+        raise ValueError("lost")
+
+    monkeypatch.setattr(load_part, "started", lambda server: servers.append(server) or 0.0)
+    monkeypatch.setattr(load_part, "_ways", lambda *_: None)
+    monkeypatch.setattr(serving_parts, "_says_who_serves", lambda *_: None)
+    monkeypatch.setattr(Server, "stop", lambda _: None)
+    for name in ("mixed", "repeated", "spreads", "far"):
+        monkeypatch.setattr(load_part.Load, name, fail)
+    result = load_part.load(run)
+    assert not result["ok"] and len(ran) == 4
+    assert sum("ValueError: lost" in str(row) for row in result["table"]) == 4
+    (server,) = servers
+    command = server.command()
+    options = dict(zip(command, command[1:], strict=False))
+    assert command[1:3] == ["-m", "sglang.launch_server"] and options["--device"] == "cpu"
+    assert int(options["--context-length"]) >= load_part.ON_CPU.far + 48
+    assert "--disable-radix-cache" not in command
+    for scale in (load_part.ON_GPU, load_part.ON_CPU):
+        assert scale.far + 48 < scale.pool

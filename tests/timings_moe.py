@@ -323,6 +323,7 @@ def _as_case(name: str, kernel: Any, arguments: dict[str, Any]) -> CompileCase:
 
 _TYPES = {
     torch.float32: "fp32",
+    torch.int16: "i16",
     BF16: "bf16",
     torch.uint8: "u8",
     torch.int32: "i32",

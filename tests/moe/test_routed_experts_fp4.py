@@ -141,16 +141,39 @@ def test_stays_on_device(op):
     assert result.shape == x.shape
 
 
-def test_a_weight_is_packed_once():
-    w13 = matrices(2, 64, 64, group=NVFP4, parts=2)
-    unpacked = w13.codes.clone()
-    kernels_triton_fp4.pack(w13)
-    assert not torch.equal(w13.codes, unpacked)
-    low, high = w13.codes & 15, w13.codes >> 4
-    restored = torch.cat([low, high], dim=-1)  # 64 inputs are one tile
-    assert torch.equal(restored[..., ::2] | restored[..., 1::2] << 4, unpacked)
+@pytest.mark.parametrize("group", [NVFP4, MXFP4])
+@pytest.mark.parametrize("columns", [256, 64, 96])
+def test_packed_once_in_the_order_of_fragments(group, columns):
+    """Where each input's code and scale went, one by one."""
+    rows, depth = 48, min(columns & -columns, 128)
+    weight = matrices(1, rows, columns, group=group, parts=1)
+    values = dense(weight)[0]
+    kernels_triton_fp4.pack(weight)
+    codes, scales = weight.codes.flatten(), weight.scales.flatten()
+    found = torch.empty(rows, columns)
+    half, groups = depth // 2, depth // group
+    for row in range(rows):
+        for column in range(columns):
+            tile = row // 16 * (columns // depth) + column // depth
+            side, place = divmod(column % depth, half)
+            block, place = divmod(place, 32)
+            sixteen, c, four = place // 16, place % 16 // 4, place % 4
+            thread, lower = row % 8 * 4 + c, row % 16 // 8
+            words = min(depth, 64) // 16  # of a thread, for every block
+            word = (tile * (depth // 16 // words) + block) * 32 * words + thread * words
+            word += sixteen * 2 + lower
+            code = codes[word * 4 + four % 2 * 2 + side] >> four // 2 * 4 & 15
+            number = place // group if group < 32 else 0
+            order = ((number * 2 + lower) * max(depth // 64, 1) + block) * min(groups, 2)
+            scale = scales[(tile * 8 + row % 8) * 2 * groups + order + (side if groups > 1 else 0)]
+            exponent, mantissa = (scale >> 3, scale & 7) if group == NVFP4 else (scale, 0)
+            bias = 10 if group == NVFP4 else 127
+            factor = 2.0 ** (int(exponent) - bias) * (1 + mantissa / 8)
+            value = dequant.E2M1[int(code) & 7] * (-1 if code & 8 else 1)
+            found[row, column] = value * factor * weight.factors[0, 0]
+    torch.testing.assert_close(found.to(values.device), values, rtol=1e-6, atol=0)
     with pytest.raises(ValueError, match="packed already"):
-        kernels_triton_fp4.pack(w13)
+        kernels_triton_fp4.pack(weight)
 
 
 def test_what_cannot_be_multiplied_is_refused():
@@ -160,6 +183,12 @@ def test_what_cannot_be_multiplied_is_refused():
     odd = matrices(1, 32, 48, group=NVFP4, parts=1)
     with pytest.raises(ValueError, match="multiple of 32 inputs, found 48"):
         kernels_triton_fp4.pack(odd)
+    with pytest.raises(ValueError, match="multiple of 16 rows, found 40"):
+        kernels_triton_fp4.pack(matrices(1, 40, 64, group=NVFP4, parts=1))
+    damaged = matrices(1, 32, 64, group=NVFP4, parts=1)
+    damaged.scales[0, 5, 2] = 0xFF
+    with pytest.raises(ValueError, match="not a number"):
+        kernels_triton_fp4.pack(damaged)
     large = matrices(1, 32, 64, group=MXFP4, parts=1)
     large.scales[0, 3, 1] = 137
     with pytest.raises(ValueError, match=r"largest is 2\^10: .*routed_experts=bf16"):
