@@ -26,6 +26,7 @@ PLAIN = tl.constexpr(448)
 NORM_HEADS = 4  # heads per program, one a warp: they share a token's cosines
 # Programs that keep an H200 busy, one per multiprocessor. More splits than that were slower.
 PROGRAMS = 132
+_FEW_TOKENS = 16  # with up to so many, heads are spread over programs as well
 MAX_SPLITS = 32  # merging costs by the number of splits, used or not
 
 
@@ -146,7 +147,7 @@ def sparse_attention(
     tokens, heads = q.shape[:2]
     assert q.dtype == cache.dtype, f"rows in {cache.dtype} for queries in {q.dtype}"
     assert q.stride(2) == cache.stride(1) == sink.stride(0) == frequencies.stride(0) == 1
-    tiles = attention_tiles(heads, q.element_size(), compute_capability())
+    tiles = attention_tiles(tokens, heads, q.element_size(), compute_capability())
     blocks = triton.cdiv(heads, tiles.heads)
     splits = split_count(tokens * blocks, triton.cdiv(keys.rows.shape[1], tiles.rows), tiles)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -217,16 +218,17 @@ class Tiles:
     resident: int = 1
 
 
-def attention_tiles(heads: int, element_size: int, capability: int) -> Tiles:
+def attention_tiles(tokens: int, heads: int, element_size: int, capability: int) -> Tiles:
     """Tiles of `sparse_attention`: as many rows as shared memory holds twice, beside the queries.
 
-    64 x 64 was the fastest on an H200 for 64 and more heads, 16 x 64 for 8 and 16; elsewhere it is
+    On an H200 64 x 64 was the fastest for 64 and more heads, and 16 x 64 for 8 and 16, and for any
+    number where there are few tokens: the programs of a token then share its heads. Elsewhere it is
     the largest that fits without spilling registers. capability: 90 for 9.0.
     """
     if element_size == 4:
         return Tiles(heads=16, rows=16, warps=4, stages=1)
     small = capability >= 120 or 86 <= capability < 90  # 99 KiB
-    if heads <= 16:
+    if heads <= 16 or tokens <= _FEW_TOKENS:
         return Tiles(16, 32, 4, 2) if small else Tiles(16, 64, 4, 2, resident=2)
     if heads <= 32:
         return Tiles(32, 32 if small else 64, 8, 2)

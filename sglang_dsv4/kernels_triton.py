@@ -149,9 +149,9 @@ def _tiles(tokens: int) -> _Tiles:
     into reading the streams, where a larger tile reads fn less often.
     """
     if tokens <= 32:
-        return _Tiles(tokens=16, columns=64, slices=64, tokens_per_collapse=1, warps=2)
+        return _Tiles(tokens=16, columns=64, slices=128, tokens_per_collapse=1, warps=4)
     if tokens <= 256:
-        return _Tiles(tokens=16, columns=64, slices=16, tokens_per_collapse=1, warps=2)
+        return _Tiles(tokens=16, columns=64, slices=64, tokens_per_collapse=1, warps=4)
     return _Tiles(tokens=64, columns=64, slices=8, tokens_per_collapse=4, warps=4)
 
 

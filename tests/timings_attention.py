@@ -122,7 +122,7 @@ _UNIT = {"rows_column": 1, "length_stride": 1, "position_stride": 1}
 
 def _attention_tiles(heads: int) -> Callable[[int], Mapping[str, Any]]:
     def tiles(capability: int) -> dict[str, Any]:
-        chosen = kernels_triton.attention_tiles(heads, 2, capability)
+        chosen = kernels_triton.attention_tiles(WIDTH, heads, 2, capability)
         return {"HEADS": chosen.heads, "ROWS": chosen.rows, "num_warps": chosen.warps,
                 "num_stages": chosen.stages}  # fmt: skip
 

@@ -211,11 +211,14 @@ def compile_cases() -> list[CompileCase]:
             *_expert_cases(512, flash, capabilities=(80, 90, 120), usual=()),
             *_expert_cases(2048, flash, capabilities=(80, 90, 120), usual=()),
             *_fp4_cases(1, flash, MXFP4_GROUP, usual=(80, 90, 120)),
-            *_fp4_cases(8192, flash, NVFP4_GROUP, usual=(89, 100)),
+            *_fp4_cases(4096, flash, NVFP4_GROUP, usual=(89, 100)),
+            *_fp4_cases(1, Shape(96, 32, 8), MXFP4_GROUP, usual=(90,)),  # tiles of 32 inputs
             *_fp4_cases(1, flash, NVFP4_GROUP, usual=(90,)),
             *_fp4_cases(512, flash, NVFP4_GROUP, usual=()),
-            *_fp4_cases(2048, flash, MXFP4_GROUP, usual=()),
+            *_fp4_cases(256, flash, MXFP4_GROUP, usual=()),
         ]
+        with mock.patch.object(kernels_triton_fp4, "compute_capability", lambda: 90):
+            found += _fp4_cases(8192, flash, NVFP4_GROUP, usual=(90,), capabilities=(90,))
     unique: dict[str, CompileCase] = {}
     for case in found:
         key = repr((case.kernel.__name__, case.signature, case.constexprs))
