@@ -127,18 +127,22 @@ class Blocks:
            p // k), and block p is led by pair p; else the pairs, sorted by expert.
     starts [experts] int32: the place in `order` of each expert's first pair.
     count  at most so many blocks are not empty.
+    alone  whether every pair is a block of its own, as those of a single token are.
     """
 
     order: torch.Tensor
     starts: torch.Tensor | None
     count: int
     experts: int
+    alone: bool = False
 
     @property
     def scanned(self) -> int:
         """Range of the search that each program does, 0 for none. Few variants, for compiling."""
         if self.starts is not None:
             return 0
+        if self.alone:
+            return 1
         return 64 if self.count <= 64 else _MAX_SCANNED_PAIRS
 
 
@@ -146,7 +150,7 @@ def _find_blocks(experts: torch.Tensor, expert_count: int, tiles: Tiles) -> Bloc
     pairs = experts.numel()
     chosen = experts.contiguous()
     if pairs <= _MAX_SCANNED_PAIRS and tiles.rows <= 16:
-        return Blocks(chosen, None, pairs, expert_count)
+        return Blocks(chosen, None, pairs, expert_count, alone=experts.shape[0] == 1)
     order = torch.empty(pairs, dtype=torch.int32, device=experts.device)
     starts = torch.empty(expert_count, dtype=torch.int32, device=experts.device)
     _sort_pairs_kernel[(expert_count,)](chosen, order, starts, pairs, BLOCK=1024)
@@ -261,8 +265,10 @@ def scanned_block(experts, pairs, leader, PAIRS: tl.constexpr, BLOCK_M: tl.const
 
     Every BLOCK_M-th pair of an expert leads a block.
     """
-    every = tl.arange(0, PAIRS)
     expert = tl.load(experts + leader)
+    if PAIRS == 1:
+        return expert, tl.full((BLOCK_M,), leader, tl.int32), 1
+    every = tl.arange(0, PAIRS)
     mine = tl.load(experts + every, mask=every < pairs, other=-1) == expert
     rank = tl.cumsum(mine.to(tl.int32), 0) - 1
     first = tl.sum((mine & (every < leader)).to(tl.int32), 0)

@@ -141,11 +141,10 @@ class _FP4:
 
     @staticmethod
     def tiles(average: float, element_size: int) -> Tiles:
-        """As for dense matrices; but columns are of the output, also where there are gates, and the
-        depth is that of the packing. Each was the fastest of several on an H200 at Flash's shapes
-        with 1 to 4,096 tokens."""
+        """As for dense matrices, but the depth is that of the packing. Each was the fastest of
+        several on an H200 at Flash's shapes with 1 to 4,096 tokens."""
         if element_size > 2:
-            return Tiles(rows=16, columns=16, warps=1, stages=2)
+            return Tiles(rows=16, columns=32, warps=2, stages=2)
         if average <= 5:
             return Tiles(rows=8, columns=64, warps=4, stages=4)
         if average <= 24:
@@ -166,7 +165,8 @@ class _FP4:
         """As for dense matrices."""
         gated = limit is not None
         pairs, width = out.shape
-        _grouped_product_fp4_kernel[(blocks.count * triton.cdiv(width, tiles.columns),)](
+        columns = tiles.columns // 2 if gated else tiles.columns
+        _grouped_product_fp4_kernel[(blocks.count * triton.cdiv(width, columns),)](
             x,
             self.codes.flatten(1).view(torch.int32),
             self.scales.flatten(1).view(torch.int16),
@@ -304,26 +304,22 @@ def _left_operand(pairs, TILES: tl.constexpr, BLOCKS: tl.constexpr):
 def _fp4_product(
     codes,
     scales,
-    first,
-    part,
-    column,
+    tile,
     lows,
     highs,
     total,
-    width,
-    depth,
     TILES: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """total [16 TILES, M] + rows from `column` on of a part of the matrix, inputs from `first` on,
-    @ (lows, highs) [BLOCK_K / 2, M]. part: its first row; it has `width` of them."""
+    """total [16 TILES, M] + TILES tiles @ (lows, highs) [BLOCK_K / 2, M].
+
+    tile [32 TILES] int64: for each thread, its tile's place among all.
+    """
     BLOCKS: tl.constexpr = max(BLOCK_K // 64, 1)
     WORDS: tl.constexpr = BLOCK_K // BLOCKS // 16
     GROUPS: tl.constexpr = BLOCK_K // GROUP
     thread = tl.arange(0, TILES * 32)
-    tile = part // 16 + tl.minimum(column // 16 + thread // 32, width // 16 - 1)
-    tile = tile.to(tl.int64) * (depth // BLOCK_K) + first // BLOCK_K
     scale = scales + (tile * 8 + thread % 32 // 4) * GROUPS
     scale = tl.load(scale[:, None] + tl.arange(0, GROUPS)[None, :]).to(tl.int32)
     low_scales, high_scales = _scale_pairs(scale, GROUP), _scale_pairs(scale >> 8, GROUP)
@@ -375,7 +371,8 @@ def _grouped_product_fp4_kernel(
 ):
     """As _grouped_product_kernel, transposed: the weights, made in registers, are the left side."""
     TILES: tl.constexpr = BLOCK_N // 16
-    tiles = tl.cdiv(width, BLOCK_N)
+    COLUMNS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    tiles = tl.cdiv(width, COLUMNS)
     block = tl.program_id(0) // tiles
     if PAIRS > 0:
         expert, pair, count = scanned_block(order, pairs, block, PAIRS, BLOCK_M)
@@ -384,42 +381,35 @@ def _grouped_product_fp4_kernel(
     if count <= 0:
         return
     expert, pair = expert.to(tl.int64), pair.to(tl.int64)
-    column = (tl.program_id(0) % tiles) * BLOCK_N
+    column = (tl.program_id(0) % tiles) * COLUMNS
     half = tl.arange(0, BLOCK_K // 2)
     x_tile = x + (pair // PAIRS_PER_ROW)[None, :] * depth + half[:, None]
     codes += expert * codes_expert
     scales += expert * scales_expert
+    row_tile = tl.arange(0, TILES * 32) // 32
+    part_tiles = width // 16
+    if GATED:  # tiles of gate rows, then the same of up rows
+        first_tile = row_tile // (TILES // 2) * part_tiles
+        row_tile = row_tile % (TILES // 2)
+    else:
+        first_tile = tl.zeros_like(row_tile)
+    tile = first_tile + tl.minimum(column // 16 + row_tile, part_tiles - 1)
+    tile = tile.to(tl.int64) * (depth // BLOCK_K)
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    ups = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for first in range(0, depth, BLOCK_K):
+    for _ in range(0, depth, BLOCK_K):
         lows = tl.load(x_tile)
         highs = tl.load(x_tile + BLOCK_K // 2)
-        total = _fp4_product(
-            codes, scales, first, 0, column, lows, highs, total, width, depth, TILES, GROUP, BLOCK_K
-        )
-        if GATED:
-            ups = _fp4_product(
-                codes,
-                scales,
-                first,
-                width,
-                column,
-                lows,
-                highs,
-                ups,
-                width,
-                depth,
-                TILES,
-                GROUP,
-                BLOCK_K,
-            )
+        total = _fp4_product(codes, scales, tile, lows, highs, total, TILES, GROUP, BLOCK_K)
         x_tile += BLOCK_K
+        tile += 1
     if GATED:
-        total *= tl.load(factors + expert * 2) * _FACTORS_UP
+        both = tl.permute(tl.reshape(total, (2, COLUMNS, BLOCK_M)), (1, 2, 0))
+        gates, ups = tl.split(both)
+        gates *= tl.load(factors + expert * 2) * _FACTORS_UP
         ups *= tl.load(factors + expert * 2 + 1) * _FACTORS_UP
-        total = _swiglu(total, ups, limit)
+        total = _swiglu(gates, ups, limit)
     else:
         total *= tl.load(factors + expert) * _FACTORS_UP
-    columns = column + tl.arange(0, BLOCK_N)
+    columns = column + tl.arange(0, COLUMNS)
     stored = (columns < width)[:, None] & (tl.arange(0, BLOCK_M) < count)[None, :]
     tl.store(out + pair[None, :] * width + columns[:, None], total, mask=stored)
