@@ -16,6 +16,7 @@ for name in ("SGLANG_DSV4_PRECISION", "SGLANG_DSV4_OPS", "SGLANG_PLUGINS"):
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+import torch.utils._device  # noqa: E402
 from filelock import FileLock  # noqa: E402
 
 import serving  # noqa: E402
