@@ -3,7 +3,7 @@
 from typing import Any
 
 from sglang_dsv4 import host
-from sglang_dsv4.attention.metadata import Metadata, build, list_width
+from sglang_dsv4.attention.metadata import Metadata, list_width
 from sglang_dsv4.backends import prepare_attention
 
 
@@ -64,7 +64,9 @@ class DSV4Backend(host.AttentionBackend):
             req_to_token=self.req_to_token_pool.req_to_token,
             window_map=self.token_to_kv_pool.full_to_swa_index_mapping,
         )
-        self.metadata = build(batch, window=self.window, window_rows=self.caches[0].window_rows)
+        self.metadata = self.ops.build_metadata(
+            batch, window=self.window, window_rows=self.caches[0].window_rows
+        )
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Padding requests count one token, which lands in the null page."""

@@ -21,7 +21,7 @@ from sglang_dsv4.ablation_metrics import Trace, compare, equal_tokens
 from sglang_dsv4.ablation_summary import Tally, summary
 from sglang_dsv4.ablation_texts import Material, Question
 from sglang_dsv4.attention.cache import PAGE, allocate
-from sglang_dsv4.attention.metadata import Batch, build
+from sglang_dsv4.attention.metadata import Batch
 from sglang_dsv4.backends import Machine, Ops, choose
 from sglang_dsv4.census import QUANTISED
 from sglang_dsv4.checkpoint import read_index, read_shards
@@ -95,7 +95,8 @@ class Session:
             window_map=self.window_map,
             max_len=max(ends),
         )
-        meta = build(batch, window=self.window, window_rows=self.caches[0].window_rows)
+        build, rows = lm.ops.build_metadata, self.caches[0].window_rows
+        meta = build(batch, window=self.window, window_rows=rows)
         ids = torch.tensor([token for tokens in new for token in tokens])
         logits: torch.Tensor = lm(ids, meta, self.caches)
         self.length = ends

@@ -115,6 +115,10 @@ _LINEAR = (Provider("cublas", "sglang_dsv4.kernels_cublas", _needs_gpu), _MODEL[
 _ATTENTION = (_triton("sglang_dsv4.attention.kernels_triton"), _reference("sglang_dsv4.attention"))
 _COMPRESS = (_triton("sglang_dsv4.attention.kernels_triton_compress"), _ATTENTION[-1])
 _INDEX = (_triton("sglang_dsv4.attention.kernels_triton_index"), _ATTENTION[-1])
+_METADATA = (
+    _triton("sglang_dsv4.attention.kernels_triton_metadata"),
+    Provider("reference", "sglang_dsv4.attention.reference_metadata", _runs_anywhere),
+)
 _SPARSE_ATTENTION = (
     Provider("flashmla", "sglang_dsv4.attention.kernels_flashmla", _needs_flashmla),
     _ATTENTION[0],
@@ -137,6 +141,7 @@ PROVIDERS: Mapping[str, tuple[Provider, ...]] = MappingProxyType(
         "mhc_pre": _MODEL,
         "mhc_post": _MODEL,
         "mhc_head": _MODEL,
+        "build_metadata": _METADATA,
         "query_norm_rope": _ATTENTION,
         "kv_norm_rope_store": _ATTENTION,
         "compress_csa": _COMPRESS,
@@ -165,6 +170,7 @@ class Ops:
     mhc_pre: Op
     mhc_post: Op
     mhc_head: Op
+    build_metadata: Op
     query_norm_rope: Op
     kv_norm_rope_store: Op
     compress_csa: Op

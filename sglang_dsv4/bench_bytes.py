@@ -35,6 +35,14 @@ def moved(op: str, arguments: Arguments, result: Any) -> int:
     return sum(map(size, arguments.values())) + size(result)
 
 
+def _metadata(given: Arguments, result: Any) -> int:
+    """The result holds all that is read of the batch, but for lengths and the host's map, in which
+    each row of a window is looked up."""
+    batch = given["batch"]
+    looked_up = int(result.window.lengths.sum()) * batch.window_map.element_size()
+    return size(result) + size(batch.prefix_lens) + size(batch.new_lens) + looked_up
+
+
 def _attention(given: Arguments, result: Any) -> int:
     row = given["cache"].shape[1] * given["cache"].element_size()
     return size(given["q"]) + size(result) + int(given["keys"].lengths.sum()) * row
@@ -90,6 +98,7 @@ def _experts(given: Arguments, result: Any) -> int:
 
 
 LOOKING_UP: Mapping[str, Callable[[Arguments, Any], int]] = {
+    "build_metadata": _metadata,
     "compress_csa": _compress_csa,
     "compress_hca": _compress_hca,
     "csa_index_list": _index_list,

@@ -5,8 +5,8 @@ timed with those arguments. So a new op needs nothing here, and no shape is writ
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass, replace
 from functools import wraps
 from typing import Any
 
@@ -113,10 +113,19 @@ def described(arguments: Mapping[str, Any]) -> str:
     """What tells calls of an op apart: the first tensor's shape, and the width of a list or table
     that goes with it."""
     values = list(arguments.values())
-    parts = [str(list(next(one.shape for one in values if isinstance(one, torch.Tensor))))]
+    parts = [str(list(next(_tensors(values)).shape))]
     parts += [f"K {one.rows.shape[1]}" for one in values if isinstance(one, IndexList)]
     parts += [f"entries {one.width}" for one in values if isinstance(one, EntryTable)]
     return ", ".join(parts)
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Tensors, and those that are fields of dataclasses."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif is_dataclass(value):
+            yield from _tensors(vars(value).values())
 
 
 def timed(call: Called, ops: Ops, provider: str, copy: float) -> Timing:

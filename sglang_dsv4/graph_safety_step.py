@@ -11,7 +11,7 @@ from torch import nn
 
 from sglang_dsv4 import precision, tiny_weights, weights
 from sglang_dsv4.attention.cache import PAGE, LayerCache, allocate
-from sglang_dsv4.attention.metadata import Batch, Metadata, build, list_width
+from sglang_dsv4.attention.metadata import Batch, Metadata, list_width
 from sglang_dsv4.backends import Ops, pack_experts, prepare_attention
 from sglang_dsv4.components import EXPERTS, component_of
 from sglang_dsv4.config import DSV4Config
@@ -171,6 +171,7 @@ class DecodeStep:
     def run(self) -> torch.Tensor:
         """Logits [rows, V] fp32."""
         rows = self.caches[0].window_rows
+        build = self.lm.ops.build_metadata
         meta = build(self.batch, window=self.window, window_rows=rows)
         logits: torch.Tensor = self.lm(self.ids, meta, self.caches)
         return logits

@@ -23,7 +23,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sglang_dsv4.attention.cache import PAGE, allocate
-from sglang_dsv4.attention.metadata import Batch, build
+from sglang_dsv4.attention.metadata import Batch
 from sglang_dsv4.backends import PROVIDERS, Machine, Ops
 from sglang_dsv4.config import DSV4Config
 from sglang_dsv4.model import Model
@@ -142,7 +142,9 @@ def launches(
         for requests, new in [*((size, 1) for size in decodes), *((1, size) for size in prefills)]:
             longest = target.context if new == 1 else new
             batch = _batch(requests, new, longest, device)
-            meta = build(batch, window=config.sliding_window, window_rows=caches[0].window_rows)
+            meta = target.ops.build_metadata(
+                batch, window=config.sliding_window, window_rows=caches[0].window_rows
+            )
             ids = torch.zeros(requests * new, dtype=torch.int64, device=device)
             model(ids, meta, caches)
     return list(found.values())

@@ -115,7 +115,7 @@ def layer_of(short: str) -> int | None:
 
 def is_provider(name: str) -> bool:
     last = name.rpartition(".")[2]
-    return last == "reference" or last.startswith("kernels_")
+    return last.startswith(("reference", "kernels_"))
 
 
 def modules(root: Path) -> list[Module]:

@@ -9,7 +9,7 @@ from safetensors import safe_open
 
 from sglang_dsv4 import expert_storage, precision, weights
 from sglang_dsv4.attention.cache import PAGE, RING, LayerCache, allocate
-from sglang_dsv4.attention.metadata import Batch, Metadata, build
+from sglang_dsv4.attention.metadata import Batch, Metadata
 from sglang_dsv4.backends import Machine, choose, pack_experts
 from sglang_dsv4.config import DSV4Config
 from sglang_dsv4.graph_safety_step import SmallLM, to_device
@@ -194,8 +194,10 @@ class Runner(Host):
     def metadata(self, *parts: Part, padding: int = 0) -> Metadata:
         """What the server's attention backend would build for this forward."""
         batch = to_device(self.batch(*parts, padding=padding), self.device)
-        window_rows = self.caches[0].window_rows
-        return build(batch, window=self.config.sliding_window, window_rows=window_rows)
+        meta: Metadata = self.lm.ops.build_metadata(
+            batch, window=self.config.sliding_window, window_rows=self.caches[0].window_rows
+        )
+        return meta
 
 
 def _tensors_of(cache: LayerCache) -> list[torch.Tensor]:

@@ -49,9 +49,12 @@ def drop_sink() -> None:
 
 def change_window(by: int) -> Callable[[], None]:
     def plant() -> None:
-        from sglang_dsv4.attention import metadata
+        from sglang_dsv4.attention import reference_metadata
 
-        wrap(metadata, "_window_list", lambda original, batch, window: original(batch, window + by))
+        def window_list(original, batch, window):
+            return original(batch, window + by)
+
+        wrap(reference_metadata, "_window_list", window_list)
 
     return plant
 
@@ -69,7 +72,7 @@ def yarn_everywhere() -> None:
 
 
 def lose_overlap() -> None:
-    from sglang_dsv4.attention import metadata
+    from sglang_dsv4.attention import metadata, reference_metadata
 
     def plan(original, *args):
         csa = original(*args)
@@ -77,7 +80,7 @@ def lose_overlap() -> None:
         position[:, : metadata.CSA] = -1
         return replace(csa, position=position)
 
-    wrap(metadata, "_csa_plan", plan)
+    wrap(reference_metadata, "_csa_plan", plan)
 
 
 def drop_clamp() -> None:
@@ -90,7 +93,7 @@ def keep_hca_state(where: Callable[[Any], Any]) -> Callable[[], None]:
     """The first window of the chosen requests goes on from what lies in the request's slot."""
 
     def plant() -> None:
-        from sglang_dsv4.attention import metadata
+        from sglang_dsv4.attention import metadata, reference_metadata
 
         def plan(original, batch, first_row):
             hca = original(batch, first_row)
@@ -104,7 +107,7 @@ def keep_hca_state(where: Callable[[Any], Any]) -> Callable[[], None]:
                 carried_slot=hca.carried_slot.scatter(0, first, slots),
             )
 
-        wrap(metadata, "_hca_plan", plan)
+        wrap(reference_metadata, "_hca_plan", plan)
 
     return plant
 

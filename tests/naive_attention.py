@@ -14,7 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from inprocess import Host, Part
 from op_checks import MACHINE
-from sglang_dsv4.attention.metadata import Batch, Metadata, build
+from sglang_dsv4.attention.metadata import Batch, Metadata
+from sglang_dsv4.attention.reference_metadata import build_metadata
 
 EPS = 1e-6
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitudes of the FP4 codes 0 to 7
@@ -98,7 +99,7 @@ def sylvester(size: int) -> torch.Tensor:
 def metadata(host: Host, *parts: Part, window_rows: int, padding: int = 0) -> Metadata:
     """The forward that runs these new tokens, on the machine's device; the tokens are appended."""
     batch = on_device(host.batch(*parts, padding=padding))
-    meta = build(batch, window=128, window_rows=window_rows)
+    meta = build_metadata(batch, window=128, window_rows=window_rows)
     for request, tokens in parts:
         request.tokens.extend(tokens)
     return meta

@@ -84,6 +84,12 @@ PLANTED: list[tuple[str, dict[str, str], str | None]] = [
          "attention/reference.py": ""},
         "attention/kernels_x.py: imports sglang_dsv4.attention.reference: only backends.py",
     ),
+    (  # ... nor a part of it, ...
+        "imports_point_down",
+        {"attention/layer.py": "from sglang_dsv4.attention import reference_metadata\n",
+         "attention/reference_metadata.py": ""},
+        "attention/layer.py: imports sglang_dsv4.attention.reference_metadata: only backends.py",
+    ),
     (  # ... nor in a function, ...
         "imports_point_down",
         {"attention/backend.py": "def f():\n  import sglang_dsv4.attention.kernels_flashinfer\n"},

@@ -53,7 +53,7 @@ def test_every_op_that_a_step_calls_is_noted(by_op: dict[str, list[Called]], ops
     counts = {op: sum(call.count for call in calls) for op, calls in by_op.items()}
     wanted = {
         "linear_fp32": 9, "rms_norm": 10, "mhc_pre": 6, "mhc_post": 6, "mhc_head": 1,
-        "query_norm_rope": 3,
+        "build_metadata": 1, "query_norm_rope": 3,
         "kv_norm_rope_store": 3, "compress_csa": 2, "compress_hca": 1, "index_query": 1,
         "select_entries": 1, "csa_index_list": 1, "sparse_attention": 3, "route_scored": 2,
         "route_hashed": 1, "routed_experts": 3, "swiglu": 3,
@@ -99,6 +99,12 @@ def test_bytes_of_ops_that_look_things_up(by_op: dict[str, list[Called]]) -> Non
     assert moved("select_entries") == query + tokens * 16 * 4 + keys + tokens * 8 * 8
     lists = tokens * (8 + 128 + 1 + 136 + 1) * 8
     assert moved("csa_index_list") == lists
+    # The batch's positions, requests, slots, lengths and pages; lists; plans; 2 segments a token.
+    given, lists = 1 + 1 + 1 + 2 + 2, (128 + 1) + (128 + 2 + 1) + 128
+    plans, flags = 3 * 8 + 3 + 4 + 2, 8 + 2
+    written = 1 + 1  # window_store, visible
+    plans -= 1  # hca.request_slots is the batch's
+    assert moved("build_metadata") == tokens * (8 * (given + lists + plans + written) + flags)
     experts = by_op["routed_experts"][0]
     used = experts.arguments["experts"].unique().numel()
     assert 2 <= used <= 4

@@ -30,15 +30,16 @@ from sglang_dsv4.graph_safety_trace import Sources, Trace, trace
 
 CPU = Machine("cpu", "CPU", None)
 LAYER, FORWARD = "attention/layer.py", "Attention.forward"
+METADATA = "attention/reference_metadata.py"
 AFTER = {  # the line that a fault follows, once in the file
     LAYER: "        q_lora, kv = self.inputs.parts(functional.linear(x, self.inputs.weight))\n",
-    "attention/metadata.py": "    column = torch.arange(window, device=batch.positions.device)\n",
+    METADATA: "    column = torch.arange(window, device=batch.positions.device)\n",
     "moe/reference.py": "    sorted_experts, order = experts.flatten().sort(stable=True)\n",
     "sglang_dsv4/model.py": "        elsewhere = (local < 0) | (local >= rows)\n",
 }
 FUNCTION = {
     LAYER: FORWARD,
-    "attention/metadata.py": "_window_list",
+    METADATA: "_window_list",
     "moe/reference.py": "_permutation",
     "sglang_dsv4/model.py": "Model._embed",
 }
@@ -253,6 +254,7 @@ def test_coverage_names_what_a_step_must_reach(report: Report) -> None:
     modules = {
         "sglang_dsv4.reference": "sglang_dsv4/reference.py",
         "sglang_dsv4.attention.reference": "attention/reference.py",
+        "sglang_dsv4.attention.reference_metadata": METADATA,
         "sglang_dsv4.moe.reference": "moe/reference.py",
     }
     ops = choose(CPU).providers
@@ -265,7 +267,7 @@ def test_coverage_names_what_a_step_must_reach(report: Report) -> None:
         assert ("sglang_dsv4/model.py", name) in ran
     for router in ("HashRouter", "ScoredRouter"):
         assert ("moe/layer.py", f"{router}.forward") in ran
-    assert {("attention/metadata.py", "build"), (LAYER, FORWARD)} < ran
+    assert {(METADATA, "build_metadata"), (LAYER, FORWARD)} < ran
     assert ("attention/indexer.py", "Indexer.forward") in ran
     # Routed experts dense and in both kinds of four bits.
     assert {("sglang_dsv4/dequant.py", kind) for kind in ("mxfp4", "nvfp4")} < ran
@@ -295,8 +297,8 @@ def test_static_raises_no_false_alarm(package: Package, steps: Steps, line: str)
 @pytest.mark.parametrize(
     ("file", "line", "rule"),
     [
-        ("attention/metadata.py", "if batch.positions.max() > 4: window = 4", "branch"),
-        ("attention/metadata.py", "lengths = lengths[lengths > 0]", "mask-index"),
+        (METADATA, "if batch.positions.max() > 4: window = 4", "branch"),
+        (METADATA, "lengths = lengths[lengths > 0]", "mask-index"),
         ("moe/reference.py", "order = order[: sorted_experts[-1]]", "device-shape"),
         ("moe/reference.py", "used = torch.unique(experts)", "data-shape"),
         ("sglang_dsv4/model.py", "elsewhere = elsewhere if elsewhere.any() else local", "branch"),
@@ -559,7 +561,7 @@ def test_tables_are_checked(
     assert graph_safety.check_tables(package, steps.seen) == []
     wrong = {
         "sglang_dsv4.model:Model.gone": "does not exist",
-        "sglang_dsv4.attention.metadata:build": "and a decode step runs it",
+        "sglang_dsv4.attention.metadata:entry_rows": "and a decode step runs it",
     }
     monkeypatch.setattr(graph_safety, "OUTSIDE", wrong)
     found = graph_safety.check_tables(package, steps.seen)

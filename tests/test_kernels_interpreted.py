@@ -48,6 +48,12 @@ SELECTIONS = (
     ),
     Selection("test_mhc_post.py"),
     Selection("test_mhc_head.py", select="triton and not mix and not transformers"),
+    Selection(
+        "attention/test_build_metadata.py",
+        select="triton and (triton-6 or triton-23 or stays or written or 64_bits)"
+        " and not test_hca_plan",
+        thorough="triton and not test_hca_plan",
+    ),
     Selection("attention/test_query_norm_rope.py", select="triton and not mix and not dtype0"),
     Selection("attention/test_kv_norm_rope_store.py"),
     Selection("attention/test_csa_index_list.py"),
@@ -92,6 +98,7 @@ SELECTIONS = (
     ),
     own_tests("test_kernels_mhc.py"),
     own_tests("attention/test_kernels_attention.py"),
+    own_tests("attention/test_kernels_metadata.py"),
     own_tests("attention/test_kernels_compress.py"),
     own_tests("attention/test_kernels_index.py"),
     own_tests("moe/test_kernels_moe.py"),

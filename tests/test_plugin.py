@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from sglang_dsv4 import plugin
+from sglang_dsv4.backends import Machine, choose
 
 
 def test_every_hook_fits_the_pinned_sglang() -> None:
@@ -122,6 +123,7 @@ def test_an_idle_batch_goes_through_the_backend() -> None:
 
     backend = DSV4Backend.__new__(DSV4Backend)  # what the host would give it stands below
     backend.window, backend.caches = 128, (SimpleNamespace(window_rows=512),)
+    backend.ops = choose(Machine.probe("cpu"))
     backend.token_to_kv_pool = SimpleNamespace(full_to_swa_index_mapping=torch.zeros(513).long())
     backend.req_to_token_pool = SimpleNamespace(req_to_token=torch.zeros(9, 1024).int())
     nothing = torch.zeros(0, dtype=torch.int64)

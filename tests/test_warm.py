@@ -73,7 +73,7 @@ def test_every_kernel_of_a_decode_is_found(decode: list[Launch]) -> None:
         *("_attention_kernel", "_merge_kernel", "_compress_csa_kernel", "_compress_hca_kernel"),
         *("_index_query_kernel", "_score_kernel", "_select_kernel", "_route_scored_kernel"),
         *("_route_hashed_kernel", "_swiglu_kernel", "_grouped_product_kernel"),
-        "_add_choices_kernel",
+        *("_add_choices_kernel", "_token_metadata_kernel", "_segment_metadata_kernel"),
     } <= names(decode)
 
 

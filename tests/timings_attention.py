@@ -8,8 +8,14 @@ import torch
 
 from kernel_checks import CompileCase
 from kernel_timings import Call, providers
-from sglang_dsv4.attention import kernels_flashinfer, kernels_flashmla, kernels_triton
-from sglang_dsv4.attention.metadata import EntryTable, IndexList
+from sglang_dsv4.attention import (
+    kernels_flashinfer,
+    kernels_flashmla,
+    kernels_triton,
+    kernels_triton_metadata,
+)
+from sglang_dsv4.attention.cache import PAGE
+from sglang_dsv4.attention.metadata import LOOKBACK, Batch, EntryTable, IndexList
 
 WIDTH = 512
 POOL_ROWS = 1 << 20
@@ -22,6 +28,14 @@ ATTENTION_SHAPES = {
     "8 heads": (8, 640),
 }
 TOKENS = (1, 8, 32, 128, 2048)
+WINDOW = 128
+# requests, new tokens of each, and how long each is then
+FORWARDS = {
+    "decode 1, 128k": (1, 1, 1 << 17),
+    "decode 64, 128k": (64, 1, 1 << 17),
+    "prefill 8192": (1, 8192, 8192),
+    "chunk of 8192, 128k": (1, 8192, 1 << 17),
+}
 
 
 def cases() -> dict[str, tuple[Callable[[], Call], int]]:
@@ -43,6 +57,13 @@ def cases() -> dict[str, tuple[Callable[[], Call], int]]:
         for name, op in providers("csa_index_list").items():
             moved = 2 * tokens * (128 + 512) * 8
             found[f"csa_index_list {name}, {tokens} tokens"] = (_list_setup(op, tokens), moved)
+    for shape, sizes in FORWARDS.items():
+        for name, op in providers("build_metadata").items():
+            requests, new, length = sizes
+            # Rows of windows are read and twice written; HCA's, what CSA looks back at, the rest.
+            each = 3 * WINDOW + length // 128 + 3 * LOOKBACK + 12
+            setup = _metadata_setup(op, *sizes)
+            found[f"build_metadata {name}, {shape}"] = (setup, requests * new * each * 8)
     return found
 
 
@@ -108,6 +129,28 @@ def _list_setup(op: Any, tokens: int) -> Callable[[], Call]:
     return setup
 
 
+def _metadata_setup(op: Any, requests: int, new: int, length: int) -> Callable[[], Call]:
+    """Requests of `length` tokens, the new ones included, whose pages lie anywhere."""
+
+    def setup() -> Call:
+        pages = requests * length // PAGE
+        table = 1 + torch.randperm(pages, device="cuda").view(requests, -1)
+        prefix = torch.full((requests,), length - new, device="cuda")
+        batch = Batch(
+            positions=(prefix[:, None] + torch.arange(new, device="cuda")).flatten(),
+            request=torch.arange(requests, device="cuda").repeat_interleave(new),
+            request_slots=1 + torch.arange(requests, device="cuda"),
+            prefix_lens=prefix,
+            new_lens=torch.full((requests,), new, device="cuda"),
+            page_table=table,
+            window_map=torch.arange((1 + pages) * PAGE, device="cuda"),
+            max_len=length,
+        )
+        return lambda: op(batch, window=WINDOW, window_rows=(1 + pages) * PAGE)
+
+    return setup
+
+
 # ---- what must compile ----
 
 _ATTENTION = {
@@ -118,6 +161,14 @@ _ATTENTION = {
 }  # fmt: skip
 # Triton makes a constant of an integer argument that is 1, as these strides are.
 _UNIT = {"rows_column": 1, "length_stride": 1, "position_stride": 1}
+
+
+_TOKEN_METADATA = (
+    *("positions", "requests", "prefix_lens", "new_lens", "page_table", "window_map"),
+    *("window_store", "window_rows", "window_lengths", "hca_rows", "hca_lengths", "visible"),
+    *("csa_position", "csa_token", "csa_ring", "csa_ring_store", "csa_entry", "csa_row"),
+    *("hca_segment", "hca_row"),
+)
 
 
 def _attention_tiles(heads: int) -> Callable[[int], Mapping[str, Any]]:
@@ -139,6 +190,7 @@ def _attention_case(name: str, heads: int, whole: bool, **options: Any) -> Compi
 def compile_cases() -> list[CompileCase]:
     """One configuration of each kernel; of the attention kernel, both of its endings."""
     triton, flashinfer, flashmla = kernels_triton, kernels_flashinfer, kernels_flashmla
+    metadata = kernels_triton_metadata
     turned = {"positions": "*i64", "frequencies": "*fp32"}
     return [
         _attention_case("64 heads, split", 64, False, usual=(80, 90, 120)),
@@ -172,6 +224,20 @@ def compile_cases() -> list[CompileCase]:
             {"selected_column": 1, "window_column": 1, "window_length_stride": 1,
              "request_stride": 1, "page_table_page": 1, "PER_PAGE": 64, "BLOCK": 1024},
             {"num_warps": 4},
+        ),
+        CompileCase(
+            "token_metadata", metadata._token_metadata_kernel,
+            {**dict.fromkeys(_TOKEN_METADATA, "*i64"), "csa_is_new": "*i1",
+             "page_table_request": "i32", "page_table_page": "i32", "window": "i32",
+             "width": "i32", "first_row": "i32"},
+            {"COLUMNS": metadata.COLUMNS}, {"num_warps": 2},
+        ),
+        CompileCase(
+            "segment_metadata", metadata._segment_metadata_kernel,
+            {"prefix_lens": "*i64", "new_lens": "*i64", "request_slots": "*i64",
+             "carried": "*i1", "carried_slots": "*i64", "last_segments": "*i64",
+             "segments": "i32"},
+            {}, {"num_warps": 2},
         ),
         CompileCase(
             "recut", flashinfer._recut_kernel,

@@ -9,7 +9,8 @@ from kernel_checks import CompileCase
 from kernel_timings import Call, providers
 from sglang_dsv4.attention import kernels_triton_compress, kernels_triton_index
 from sglang_dsv4.attention.cache import PAGE, RING
-from sglang_dsv4.attention.metadata import Batch, EntryTable, Metadata, build
+from sglang_dsv4.attention.metadata import Batch, EntryTable, Metadata
+from sglang_dsv4.attention.reference_metadata import build_metadata
 
 WIDTH, INDEX_WIDTH, HEADS = 512, 128, 64
 DECODES = (1, 8, 32, 128)
@@ -79,7 +80,7 @@ def _metadata(requests: int, new: int) -> tuple[Metadata, int]:
         window_map=torch.arange(pages * PAGE, device="cuda"),
         max_len=longest,
     )
-    return build(batch, window=128, window_rows=pages * PAGE), pages
+    return build_metadata(batch, window=128, window_rows=pages * PAGE), pages
 
 
 def _csa_setup(op: Any, requests: int, new: int, width: int) -> Callable[[], Call]:

@@ -10,8 +10,8 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from inprocess import Host
 from sglang_dsv4 import host
 from sglang_dsv4.attention.backend import DSV4Backend
-from sglang_dsv4.attention.metadata import build
 from sglang_dsv4.attention.reference import csa_index_list
+from sglang_dsv4.attention.reference_metadata import build_metadata
 from sglang_dsv4.config import LayerKind
 
 CONTEXT, WINDOW, TOP_K, HEADS, SCALE = 1024, 128, 96, 3, 0.25
@@ -100,11 +100,20 @@ def test_widths_of_layer_kinds_that_the_model_lacks_are_left_out(monkeypatch, pr
     assert provider.calls == [(2, WINDOW), (2, WINDOW + TOP_K)]
 
 
+def test_metadata_is_built_by_the_op_of_the_model(monkeypatch, provider):
+    backend = make_backend(monkeypatch, provider)
+    backend.token_to_kv_pool = SimpleNamespace(full_to_swa_index_mapping=None)
+    monkeypatch.setattr(host, "batch", lambda *_, **__: "a batch")
+    backend.ops.build_metadata = lambda batch, **options: (batch, options)
+    backend.init_forward_metadata_in_graph(None)
+    assert backend.metadata == ("a batch", {"window": WINDOW, "window_rows": 1})
+
+
 def test_the_widths_are_those_of_a_decode_step(monkeypatch, provider):
     """As the layers get their lists: a plan for another width would never be found."""
     served = Host(context=CONTEXT)
     request = served.open()
-    meta = build(served.batch((request, [1])), window=WINDOW, window_rows=256)
+    meta = build_metadata(served.batch((request, [1])), window=WINDOW, window_rows=256)
     selected = torch.full((1, TOP_K), -1)
     lists = (meta.window, meta.hca_list, csa_index_list(selected, meta.window, meta.entries))
     found = [keys.rows.shape[1] for keys in lists]

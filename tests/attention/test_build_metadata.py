@@ -1,108 +1,44 @@
 """A forward's metadata against a description of it token by token, over random batches."""
 
 import random
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from naive_attention import assert_stays_on_device, on_device, tensors_of
+from metadata_batches import (
+    POOL,
+    WINDOW,
+    WINDOW_ROWS,
+    Sequence,
+    batch_of,
+    random_batch,
+    tokens_of,
+)
+from naive_attention import assert_stays_on_device, tensors_of
+from op_checks import implementations
 from sglang_dsv4.attention.cache import PAGE, RING
 from sglang_dsv4.attention.metadata import (
     Batch,
     HcaPlan,
     IndexList,
     Metadata,
-    build,
     entry_rows,
     index_list,
 )
 
-WINDOW = 128
-POOL = 40  # pages, of tokens and of window rows
-WINDOW_ROWS = POOL * PAGE
-EDGES = [0, 1, 2, 3, 4, 5, 7, 8, 9, 126, 127, 128, 129, 130, 255, 256, 257, 384, 511, 512, 600]
+Build = Callable[[Batch], Metadata]
 
 
-@dataclass(frozen=True)
-class Sequence:
-    """One request of a batch, in plain Python."""
-
-    slot: int
-    prefix: int
-    new: int
-    pages: tuple[int, ...]  # token pages, in the order of the sequence
-    window_pages: tuple[int, ...]  # their window pages, 0 where evicted
-
-    def window_row(self, position: int) -> int:
-        if position < 0 or not self.pages:
-            return 0
-        page = self.window_pages[position // PAGE]
-        return page * PAGE + position % PAGE if page else 0
-
-    def entry(self, number: int, ratio: int) -> int:
-        if not self.pages:
-            return 0
-        per_page = PAGE // ratio
-        return self.pages[number // per_page] * per_page + number % per_page
+@pytest.fixture(params=implementations("build_metadata"))
+def op(request):
+    return request.param
 
 
-def random_batch(seed: int) -> tuple[list[Sequence], Batch]:
-    """Several requests out of step, pages in any order, old window pages evicted, padding."""
-    rng = random.Random(seed)
-    pages, window_pages = list(range(1, POOL)), list(range(1, POOL))
-    rng.shuffle(pages)
-    rng.shuffle(window_pages)
-    slots = rng.sample(range(1, 20), 6)
-    decode = rng.random() < 0.3
-    sequences = []
-    for _ in range(rng.randint(1, 6)):
-        if rng.random() < 0.2:
-            sequences.append(Sequence(0, 0, 1, (), ()))
-            continue
-        prefix = rng.choice([rng.choice(EDGES), rng.randint(0, 700)])
-        new = 1 if decode else rng.choice([rng.choice(EDGES), rng.randint(0, 300)])
-        count = -(-(prefix + new) // PAGE)
-        seen_from = max(prefix + 1 - WINDOW, 0) // PAGE
-        windows = [window_pages.pop() for _ in range(count)]
-        evicted = [0 if n < seen_from and rng.random() < 0.7 else w for n, w in enumerate(windows)]
-        mine = tuple(pages.pop() for _ in range(count))
-        sequences.append(Sequence(slots.pop(), prefix, new, mine, tuple(evicted)))
-    longest = max(1, *(s.prefix + s.new for s in sequences))
-    return sequences, batch_of(sequences, rng.choice([longest, longest + 1, 1536]))
-
-
-def batch_of(sequences: list[Sequence], max_len: int) -> Batch:
-    table = torch.zeros(len(sequences), -(-max_len // PAGE), dtype=torch.int64)
-    window_map = torch.zeros(POOL * PAGE + 1, dtype=torch.int64)
-    for number, sequence in enumerate(sequences):
-        table[number, : len(sequence.pages)] = torch.tensor(sequence.pages, dtype=torch.int64)
-        for position in range(len(sequence.pages) * PAGE):
-            slot = sequence.pages[position // PAGE] * PAGE + position % PAGE
-            window_map[slot] = sequence.window_row(position)
-    spans = [(s.prefix, s.prefix + s.new) for s in sequences]
-    new = torch.tensor([s.new for s in sequences])
-    batch = Batch(
-        positions=torch.cat([torch.arange(*span) for span in spans]),
-        request=torch.arange(len(sequences)).repeat_interleave(new),
-        request_slots=torch.tensor([s.slot for s in sequences]),
-        prefix_lens=torch.tensor([s.prefix for s in sequences]),
-        new_lens=new,
-        page_table=table,
-        window_map=window_map,
-        max_len=max_len,
-    )
-    return on_device(batch)
-
-
-def tokens_of(sequences: list[Sequence]) -> list[tuple[Sequence, int]]:
-    """(request, position) of every new token."""
-    return [(s, p) for s in sequences for p in range(s.prefix, s.prefix + s.new)]
-
-
-def metadata_of(batch: Batch) -> Metadata:
-    return build(batch, window=WINDOW, window_rows=WINDOW_ROWS)
+@pytest.fixture
+def metadata_of(op) -> Build:
+    return lambda batch: op(batch, window=WINDOW, window_rows=WINDOW_ROWS)
 
 
 def padded(rows: list[int], width: int) -> list[int]:
@@ -114,7 +50,7 @@ SEEDS = range(40)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_window_list(seed):
+def test_window_list(metadata_of, seed):
     sequences, batch = random_batch(seed)
     meta = metadata_of(batch)
     rows = [
@@ -131,7 +67,7 @@ def test_window_list(seed):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_hca_list(seed):
+def test_hca_list(metadata_of, seed):
     sequences, batch = random_batch(seed)
     meta = metadata_of(batch)
     width = WINDOW + batch.max_len // 128
@@ -143,7 +79,7 @@ def test_hca_list(seed):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_csa_plan(seed):
+def test_csa_plan(metadata_of, seed):
     sequences, batch = random_batch(seed)
     plan = metadata_of(batch).csa
     tokens = tokens_of(sequences)
@@ -173,7 +109,7 @@ def ring_row(sequence: Sequence, position: int) -> int:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_rings_end_up_as_if_tokens_were_stored_one_by_one(seed):
+def test_rings_end_up_as_if_tokens_were_stored_one_by_one(metadata_of, seed):
     sequences, batch = random_batch(seed)
     stored = metadata_of(batch).csa.ring_store.tolist()
     one_by_one = {}
@@ -186,7 +122,7 @@ def test_rings_end_up_as_if_tokens_were_stored_one_by_one(seed):
 
 
 @pytest.mark.parametrize("first", range(0, 400, 25))
-def test_hca_plan(first):
+def test_hca_plan(metadata_of, first):
     """The bound on segments holds, whatever the batch."""
     for seed in range(first, first + 25):
         sequences, batch = random_batch(seed)
@@ -230,7 +166,7 @@ def check_hca_plan(sequences: list[Sequence], plan: HcaPlan, tokens: int) -> Non
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_bound_on_segments_is_reached(seed):
+def test_the_bound_on_segments_is_reached(metadata_of, seed):
     """Requests of 2 tokens across a boundary: two segments each, as many as there is room for."""
     rng = random.Random(seed)
     sequences = [
@@ -242,7 +178,7 @@ def test_the_bound_on_segments_is_reached(seed):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_entry_table(seed):
+def test_entry_table(metadata_of, seed):
     sequences, batch = random_batch(seed)
     table = metadata_of(batch).entries
     tokens = tokens_of(sequences)
@@ -285,7 +221,7 @@ def sizes(record: Any) -> dict[str, Any]:
     return found
 
 
-def test_sizes_depend_on_counts_and_the_longest_length_only():
+def test_sizes_depend_on_counts_and_the_longest_length_only(metadata_of):
     """12 tokens of 3 requests, in every way that differs in content."""
     ways = [
         [(0, 4), (0, 4), (0, 4)],
@@ -309,25 +245,25 @@ def test_sizes_depend_on_counts_and_the_longest_length_only():
 
 
 @pytest.mark.parametrize("max_len", [1, 3, 127, 128, 600])
-def test_stays_on_device(max_len):
+def test_stays_on_device(op, metadata_of, max_len):
     """Nothing in a batch is read on the host but the sizes: a captured graph builds it too."""
     new = min(max_len, 3)
     page = (2, 3, 4)[: -(-max_len // PAGE)]
     sequences = [Sequence(1, max_len - new, new, page, page), Sequence(0, 0, 1, (), ())]
     batch = batch_of(sequences, max_len)
-    fake = assert_stays_on_device(build, batch, window=WINDOW, window_rows=WINDOW_ROWS)
+    fake = assert_stays_on_device(op, batch, window=WINDOW, window_rows=WINDOW_ROWS)
     assert sizes(fake) == sizes(metadata_of(batch))
 
 
-def test_every_integer_is_64_bits_wide():
+def test_every_integer_is_64_bits_wide(metadata_of):
     """What indexes a cache of many gigabytes must not wrap."""
-    for record in vars(metadata_of(random_batch(1)[1])).values():
+    for record in vars(metadata_of(random_batch(36)[1])).values():
         tensors = tensors_of(record) if hasattr(record, "__dataclass_fields__") else {"": record}
         assert all(t.dtype in (torch.int64, torch.bool) for t in tensors.values())
 
 
-def test_the_batch_is_not_written():
-    _, batch = random_batch(3)
+def test_the_batch_is_not_written(metadata_of):
+    _, batch = random_batch(36)
     before = {name: tensor.clone() for name, tensor in tensors_of(batch).items()}
     metadata_of(batch)
     for name, tensor in before.items():
