@@ -2,14 +2,13 @@
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from sglang_dsv4.attention.cache import LayerCache
 from sglang_dsv4.attention.compressor import IndexCompressor
 from sglang_dsv4.attention.metadata import Metadata
 from sglang_dsv4.backends import Ops
 from sglang_dsv4.config import DSV4Config
-from sglang_dsv4.parameters import Weight
+from sglang_dsv4.fp8 import linear
 from sglang_dsv4.precision import Precision
 
 
@@ -20,14 +19,17 @@ class Indexer(nn.Module):
     on both sides, unless precision keeps them whole; head weights and scores are float32.
     """
 
-    def __init__(self, config: DSV4Config, precision: Precision, ops: Ops) -> None:
+    def __init__(
+        self, config: DSV4Config, precision: Precision, ops: Ops, fp8: bool = False
+    ) -> None:
+        """fp8: whether wq_b lies in memory in FP8."""
         super().__init__()
         self.ops = ops
         self.heads, self.dim = config.index_n_heads, config.index_head_dim
         self.top_k = config.index_topk
         self.fp4 = precision.indexer_qk == "fp4"
         self.weight_scale = self.dim**-0.5 * self.heads**-0.5
-        self.wq_b = Weight(self.heads * self.dim, config.q_lora_rank)
+        self.wq_b = linear(self.heads * self.dim, config.q_lora_rank, ops.linear_fp8, fp8=fp8)
         self.compressor = IndexCompressor(config, ops, fp4=self.fp4)
         inner = self.compressor.projections.items()
         self.projections = {f"compressor.{name}": rows for name, rows in inner}
@@ -49,7 +51,7 @@ class Indexer(nn.Module):
         """
         assert cache.index_keys is not None
         self.compressor(kv, gate, frequencies, meta, cache)
-        q = functional.linear(q_lora, self.wq_b.weight).unflatten(-1, (self.heads, self.dim))
+        q = self.wq_b(q_lora).unflatten(-1, (self.heads, self.dim))
         q = self.ops.index_query(q, meta.positions, frequencies, fp4=self.fp4)
         return self.ops.select_entries(
             q, weights * self.weight_scale, cache.index_keys, meta.entries, top_k=self.top_k

@@ -1,8 +1,9 @@
 """Shared-KV multi-query attention over window rows and compressed entries."""
 
+from collections.abc import Set
+
 import torch
 from torch import nn
-from torch.nn import functional
 
 from sglang_dsv4.attention.cache import LayerCache
 from sglang_dsv4.attention.compressor import CsaCompressor, HcaCompressor
@@ -11,6 +12,7 @@ from sglang_dsv4.attention.metadata import IndexList, Metadata
 from sglang_dsv4.attention.rope import rope_frequencies
 from sglang_dsv4.backends import Ops
 from sglang_dsv4.config import DSV4Config, LayerKind
+from sglang_dsv4.fp8 import linear, stack
 from sglang_dsv4.parallel import Parallel
 from sglang_dsv4.parameters import Stack, Weight, tensor
 from sglang_dsv4.precision import Precision
@@ -30,7 +32,9 @@ class Attention(nn.Module):
         precision: Precision,
         ops: Ops,
         parallel: Parallel,
+        fp8: Set[str] = frozenset(),
     ) -> None:
+        """fp8: the matrices that lie in memory in FP8, "attn.wq_b" for one; see `model.Model`."""
         super().__init__()
         self.ops, self.parallel = ops, parallel
         self.kind = config.layer_kinds[layer_id]
@@ -43,18 +47,21 @@ class Attention(nn.Module):
 
         hidden, q_lora = config.hidden_size, config.q_lora_rank
         group_width = config.num_attention_heads // config.o_groups * self.head_dim
-        self.inputs = Stack(hidden, {"wq_a.weight": q_lora, "wkv.weight": self.head_dim})
+        op = ops.linear_fp8
+        rows = {"wq_a.weight": q_lora, "wkv.weight": self.head_dim}
+        self.inputs = stack(hidden, rows, op, fp8="attn.inputs" in fp8)
         self.q_norm = Weight(q_lora)
-        self.wq_b = Weight(self.heads * self.head_dim, q_lora)
+        self.wq_b = linear(self.heads * self.head_dim, q_lora, op, fp8="attn.wq_b" in fp8)
         self.kv_norm = Weight(self.head_dim)
         self.attn_sink = tensor(self.heads, dtype=torch.float32)
-        self.wo_a = Weight(self.groups * self.o_lora, group_width)
-        self.wo_b = Weight(hidden, self.groups * self.o_lora)
+        latent, in_fp8 = self.groups * self.o_lora, "attn.wo_a" in fp8
+        self.wo_a = linear(latent, group_width, op, fp8=in_fp8, groups=self.groups)
+        self.wo_b = linear(hidden, latent, op, fp8="attn.wo_b" in fp8)
         self.compressor: CsaCompressor | HcaCompressor | None = None
         self.indexer: Indexer | None = None
         if self.kind is LayerKind.CSA:
             self.compressor = CsaCompressor(config, ops)
-            self.indexer = Indexer(config, precision, ops)
+            self.indexer = Indexer(config, precision, ops, fp8="attn.indexer.wq_b" in fp8)
         elif self.kind is LayerKind.HCA:
             self.compressor = HcaCompressor(config, ops)
         self.fp32_inputs: Stack | None = None
@@ -73,9 +80,9 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor, meta: Metadata, cache: LayerCache) -> torch.Tensor:
         """x [T, D] (normed) -> [T, D]; the tokens' rows, entries and state go into the cache."""
-        q_lora, kv = self.inputs.parts(functional.linear(x, self.inputs.weight))
+        q_lora, kv = self.inputs.parts(self.inputs(x))
         q_lora = self.ops.rms_norm(q_lora, self.q_norm.weight, eps=self.eps)
-        q = functional.linear(q_lora, self.wq_b.weight).unflatten(-1, (self.heads, self.head_dim))
+        q = self.wq_b(q_lora).unflatten(-1, (self.heads, self.head_dim))
         q = self.ops.query_norm_rope(q, meta.positions, self.frequencies, eps=self.eps)
         self.ops.kv_norm_rope_store(
             kv,
@@ -115,7 +122,4 @@ class Attention(nn.Module):
 
     def _project(self, out: torch.Tensor) -> torch.Tensor:
         """Each group of heads goes down to o_lora channels, then all groups mix: [T, D]."""
-        grouped = out.flatten(1).unflatten(1, (self.groups, -1))
-        wo_a = self.wo_a.weight.view(self.groups, self.o_lora, -1)
-        latent = torch.einsum("tgi,goi->tgo", grouped, wo_a)
-        return self.parallel.all_reduce(functional.linear(latent.flatten(1), self.wo_b.weight))
+        return self.parallel.all_reduce(self.wo_b(self.wo_a(out.flatten(1))))

@@ -112,6 +112,7 @@ def _triton(module: str) -> Provider:
 
 _MODEL = (_triton("sglang_dsv4.kernels_triton"), _reference("sglang_dsv4"))
 _LINEAR = (Provider("cublas", "sglang_dsv4.kernels_cublas", _needs_gpu), _MODEL[-1])
+_LINEAR_FP8 = (_triton("sglang_dsv4.kernels_triton_linear"), _MODEL[-1])
 _ATTENTION = (_triton("sglang_dsv4.attention.kernels_triton"), _reference("sglang_dsv4.attention"))
 _COMPRESS = (_triton("sglang_dsv4.attention.kernels_triton_compress"), _ATTENTION[-1])
 _INDEX = (_triton("sglang_dsv4.attention.kernels_triton_index"), _ATTENTION[-1])
@@ -137,6 +138,7 @@ _EXPERTS = (_triton("sglang_dsv4.moe.kernels_triton_experts"), _MOE[-1])
 PROVIDERS: Mapping[str, tuple[Provider, ...]] = MappingProxyType(
     {
         "linear_fp32": _LINEAR,
+        "linear_fp8": _LINEAR_FP8,
         "rms_norm": _MODEL,
         "mhc_pre": _MODEL,
         "mhc_post": _MODEL,
@@ -166,6 +168,7 @@ class Ops:
     """The chosen implementation of every op, and the name of its provider."""
 
     linear_fp32: Op
+    linear_fp8: Op
     rms_norm: Op
     mhc_pre: Op
     mhc_post: Op

@@ -11,15 +11,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from sglang_dsv4 import linear_storage
 from sglang_dsv4.attention.cache import PAGE, LayerCache, allocate
 from sglang_dsv4.attention.metadata import Batch, list_width
 from sglang_dsv4.backends import Ops, pack_experts, prepare_attention
 from sglang_dsv4.cli_make_tiny import shipped_config
 from sglang_dsv4.config import DSV4Config
+from sglang_dsv4.dequant import FP8_BLOCK
+from sglang_dsv4.formats import TensorFormat
 from sglang_dsv4.graph_safety_step import DecodeStep, SmallLM
 from sglang_dsv4.parallel import Parallel
 from sglang_dsv4.parameters import default_dtype
 from sglang_dsv4.precision import Precision
+from sglang_dsv4.tensor_table import expected_tensors
 
 DTYPE = torch.bfloat16
 
@@ -133,8 +137,11 @@ def _model(
     config: DSV4Config, ops: Ops, precision: Precision, device: str, group: int | None
 ) -> SmallLM:
     groups = {} if group is None else dict.fromkeys(range(config.num_hidden_layers), group)
+    slots = expected_tensors(config)
+    formats = dict.fromkeys(filter(linear_storage.holder_of, slots), TensorFormat.FP8)
+    linears = linear_storage.decide(config, slots, formats, chosen=precision.linears, ranks=1)
     with default_dtype(DTYPE), torch.device(device):
-        lm = SmallLM(config, ops, precision, Parallel(), groups)
+        lm = SmallLM(config, ops, precision, Parallel(), groups, linears.fp8)
     generator = torch.Generator(device).manual_seed(0)
     for name, parameter in lm.named_parameters():
         with torch.no_grad():
@@ -147,11 +154,16 @@ def _model(
 
 
 def _fill(name: str, parameter: nn.Parameter, generator: torch.Generator) -> None:
-    """Norms 1, matrices of a size that keeps vectors', four-bit codes any; factors and scales stay
-    what they are built with."""
+    """Norms 1, matrices of a size that keeps vectors', four-bit codes any, eight-bit ones below 2;
+    factors and scales of four bits stay what they are built with."""
     if parameter.dtype is torch.uint8:
-        if name.endswith(".codes"):
+        if name.endswith(".codes") and parameter.ndim == 2:
+            parameter.random_(0, 0x40, generator=generator)
+            parameter[::2] += 0x80  # every other row is negative
+        elif name.endswith(".codes"):
             parameter.random_(0, 256, generator=generator)
+    elif name.endswith(".scales"):
+        parameter.fill_((FP8_BLOCK * parameter.shape[-1]) ** -0.5)
     elif name.endswith(".factors") or parameter.ndim == 1:
         parameter.fill_(1.0)
     else:

@@ -159,6 +159,7 @@ def _deployment(arguments: argparse.Namespace) -> "Deployment":
                 f"--gpu {arguments.gpu} is not known: use one of {', '.join(GPUS)}, or --memory-gib"
             )
         gibibytes, name = GPUS[arguments.gpu], f"a {arguments.gpu}"
+    chosen = precision.parse(Settings.read().precision)
     return Deployment(
         tensor_parallel=arguments.tp,
         expert_parallel=arguments.ep,
@@ -167,7 +168,8 @@ def _deployment(arguments: argparse.Namespace) -> "Deployment":
         device_name=name,
         fraction=arguments.mem_fraction,
         context=arguments.context,
-        routed_experts=precision.parse(Settings.read().precision).routed_experts,
+        routed_experts=chosen.routed_experts,
+        linears=chosen.linears,
     )
 
 

@@ -97,12 +97,16 @@ def fp8(weight: Tensor, scale: Tensor) -> Tensor:
     (weight_scale_inv). Raises ValueError for anything else, saying what is needed and what is had.
     """
     check_fp8(weight, scale)
-    factors = scale.float() if scale.dtype in _FLOATS else _powers_of_two(scale)
-    wide = factors.repeat_interleave(FP8_BLOCK, dim=1)[:, : weight.shape[1]]
+    wide = fp8_scales(scale).repeat_interleave(FP8_BLOCK, dim=1)[:, : weight.shape[1]]
     values = _e4m3(weight)
-    for block, factor in zip(values.split(FP8_BLOCK), wide, strict=True):
-        block.mul_(factor)
+    for block in range(wide.shape[0]):
+        values[block * FP8_BLOCK : (block + 1) * FP8_BLOCK].mul_(wide[block])
     return values
+
+
+def fp8_scales(scale: Tensor) -> Tensor:
+    """The scales of FP8 blocks as `fp8` takes them -> fp32."""
+    return scale.float() if scale.dtype in _FLOATS else _powers_of_two(scale)
 
 
 def mxfp4(weight: Tensor, scale: Tensor) -> Tensor:

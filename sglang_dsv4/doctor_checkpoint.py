@@ -54,6 +54,7 @@ def check_checkpoint(folder: Path, ranks: int = 1) -> list[Row]:
         device_name=f"this machine's {machine.name}",
         shared=machine.capability is None,
         routed_experts=chosen.routed_experts,
+        linears=chosen.linears,
     )
     found = Inspection(folder, deployment)
     if found.config is None:

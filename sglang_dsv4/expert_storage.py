@@ -6,7 +6,7 @@ each, and each rank's share of their inputs is made of whole tiles.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -129,23 +129,26 @@ def from_headers(folder: Path) -> HeldByLayer:
 
     Nothing is checked but that files can be read: CheckpointError.
     """
+    return from_formats(stored_formats(folder, lambda name: ".experts." in name))
+
+
+def stored_formats(folder: Path, wanted: Callable[[str], bool]) -> dict[str, TensorFormat]:
+    """The formats of weights by the vendor's names; of those whose tensors' names are wanted."""
     weights: defaultdict[str, dict[Part, Header]] = defaultdict(dict)
     for headers in read_shards(folder, read_index(folder)).values():
         for name, header in headers.items():
-            if ".experts." not in name:
+            if not wanted(name):
                 continue
             if vendor_names(name, 1):
                 weights[name][Part.WEIGHT] = header
             elif found := part_of(name):
                 weights[found[0]][found[1]] = header
-    return from_formats(
-        {
-            known: tensor_format(parts)
-            for name, parts in weights.items()
-            for known in vendor_names(name, 1)
-            if Part.WEIGHT in parts
-        }
-    )
+    return {
+        known: tensor_format(parts)
+        for name, parts in weights.items()
+        for known in vendor_names(name, 1)
+        if Part.WEIGHT in parts
+    }
 
 
 def from_claims(raw: Mapping[str, Any], config: DSV4Config) -> HeldByLayer:

@@ -61,6 +61,13 @@ def experts(raw: Mapping[str, Any]) -> TensorFormat | None:
     return by_dtype.get(str(raw.get("expert_dtype")))
 
 
+def linears(raw: Mapping[str, Any]) -> TensorFormat | None:
+    """The format of attention and the shared expert by a config.json alone; None where it is not
+    that of the release."""
+    method = str(_mapping(raw, "quantization_config").get("quant_method"))
+    return TensorFormat.FP8 if method == "fp8" else None
+
+
 def read(path: Path) -> dict[str, Any]:
     """The content of a config file; empty where it is none, which is for others to tell."""
     try:

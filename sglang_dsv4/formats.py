@@ -302,6 +302,17 @@ class Stored:
             factor = 1 / tensors[Part.RECIPROCAL]
         return codes, scales, factor.reshape(())
 
+    def blocks(self, rows: range, columns: range) -> tuple[Tensor, Tensor]:
+        """Values [rows, columns] of an FP8 matrix as they are stored: E4M3 codes as uint8, a view,
+        and the fp32 scales of their blocks. rows and columns begin with a block."""
+        layout = LAYOUTS[self.format]
+        down, across = _blocks(rows, layout.rows), _blocks(columns, layout.columns)
+        assert rows.start % layout.rows == columns.start % layout.columns == 0, (rows, columns)
+        weight, scale = self.tensor(), self.tensor(Part.SCALE)
+        codes = weight[rows.start : rows.stop, columns.start : columns.stop].view(torch.uint8)
+        cut = scale[down.start : down.stop, across.start : across.stop]
+        return codes, dequant.fp8_scales(cut.contiguous())
+
     def _matrix(self, layout: Layout, matrix: int, matrices: int) -> tuple[dict[Part, Tensor], int]:
         """The 2-dimensional parts that hold a matrix, and the row of them where it begins."""
         tensors = {}

@@ -14,12 +14,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sglang_dsv4 import expert_storage, format_claims
+from sglang_dsv4 import expert_storage, format_claims, linear_storage
 from sglang_dsv4.census import QUANTISED
 from sglang_dsv4.components import EXPERTS, NAMES
 from sglang_dsv4.config import ConfigError, DSV4Config
+from sglang_dsv4.dequant import FP8_BLOCK
 from sglang_dsv4.expert_storage import ExpertStorage, HeldByLayer
-from sglang_dsv4.formats import DTYPE_NAMES
+from sglang_dsv4.formats import DTYPE_NAMES, TensorFormat
+from sglang_dsv4.linear_storage import LinearStorage
 from sglang_dsv4.memory_plan import (
     GIB,
     CacheSizes,
@@ -29,7 +31,7 @@ from sglang_dsv4.memory_plan import (
     parameter_counts,
     weight_bytes,
 )
-from sglang_dsv4.precision import AUTO
+from sglang_dsv4.precision import AUTO, DENSE
 from sglang_dsv4.settings import SettingsError
 from sglang_dsv4.survey import Survey
 from sglang_dsv4.tensor_table import Kept, Slot, expected_tensors
@@ -51,7 +53,8 @@ class Deployment:
     device: bytes of a device's memory, None if unknown. device_name: for messages.
     shared: it is a CPU, whose memory all ranks share; too little of it is warned of, not refused.
     fraction: of the device, for weights and cache. context: tokens of a request, None for CONTEXT.
-    routed_experts: the component's value, of `precision`; shared says where "auto" runs.
+    routed_experts, linears: values of the components, of `precision`; shared says where "auto"
+    runs.
     """
 
     tensor_parallel: int = 1
@@ -63,11 +66,12 @@ class Deployment:
     fraction: float = 0.9
     context: int | None = None
     routed_experts: str = AUTO
+    linears: str = DENSE
 
 
 class Held(NamedTuple):
     """Weights of a component in one format, and what they run in; if they are quantised and run in
-    the same format, they stay in four bits.
+    the same format, they stay in its bits.
 
     bytes: in the files, with their scales. memory: in the memory of all ranks together, each rank's
     copy of what ranks do not share counted once.
@@ -88,7 +92,7 @@ class Inspection:
 
     config: None where config.json cannot be served. survey: None without a config, or where the
         headers were not read. plan: None where the ranks cannot share the model.
-    refused: why it cannot be served, by subject: config, ranks, weights, experts, memory.
+    refused: why it cannot be served, by subject: config, ranks, weights, experts, linears, memory.
     warned: what should be known though it serves, by the same.
     """
 
@@ -183,7 +187,8 @@ class Inspection:
     def holdings(self) -> list[Held]:
         """What there is of each component, in the model's order and by format."""
         sums: defaultdict[tuple[str, str, Kept, str], Counter[str]] = defaultdict(Counter)
-        groups = self._storage(self.deployment.tensor_parallel).groups
+        ranks = self.deployment.tensor_parallel
+        groups, fp8 = self._storage(ranks).groups, self._linears(ranks).fp8
         holdings = self.survey.holdings if self.survey else {}
         for (component, held, kept, layer), found in holdings.items():
             dtype = memory_dtype(kept, self.deployment.run)
@@ -191,6 +196,9 @@ class Inspection:
             group = None if layer is None or component != EXPERTS else groups.get(layer)
             if group is not None:
                 run, memory = held, four_bit_bytes(found.values, group, found.weights)
+            in_fp8 = frozenset() if layer is None else fp8.get(layer, frozenset())
+            if held == TensorFormat.FP8.value and in_fp8 & linear_storage.modules_of(component):
+                run, memory = held, found.values + found.values // FP8_BLOCK**2 * 4
             sums[component, held, kept, run].update(
                 weights=found.weights,
                 layers=int(layer is not None),
@@ -209,7 +217,8 @@ class Inspection:
 
     def weights_of_a_rank(self, ranks: int) -> int:
         """Bytes in memory, as this version holds weights."""
-        return weight_bytes(self.slots, self.deployment.run, ranks, self._storage(ranks).groups)
+        groups, fp8 = self._storage(ranks).groups, self._linears(ranks).weights
+        return weight_bytes(self.slots, self.deployment.run, ranks, groups, fp8)
 
     # ---- how it judges ----
 
@@ -240,6 +249,27 @@ class Inspection:
             self.refused["experts"] = [str(error)]
         else:
             self.warned["experts"] = list(notes)
+        try:
+            self._decided_linears(config, self.deployment.tensor_parallel)
+        except SettingsError as error:
+            self.refused["linears"] = [str(error)]
+
+    def _linears(self, ranks: int) -> LinearStorage:
+        """What so many ranks keep in FP8; nothing where that is refused."""
+        try:
+            return LinearStorage() if not self.config else self._decided_linears(self.config, ranks)
+        except SettingsError:
+            return LinearStorage()
+
+    def _decided_linears(self, config: DSV4Config, ranks: int) -> LinearStorage:
+        if self.survey is not None:
+            formats = self.survey.formats
+        else:
+            raw = format_claims.read(self.folder / format_claims.CONFIG) | self._overrides
+            formats = linear_storage.from_claims(raw, self.slots)
+        return linear_storage.decide(
+            config, self.slots, formats, chosen=self.deployment.linears, ranks=ranks
+        )
 
     def _storage(self, ranks: int) -> ExpertStorage:
         """What so many ranks keep in four bits; nothing where that is refused."""

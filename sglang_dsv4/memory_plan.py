@@ -4,7 +4,7 @@ All sizes are bytes. The server sizes its pools by the same arithmetic (`host.Po
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -12,6 +12,7 @@ import torch
 
 from sglang_dsv4.attention.cache import PAGE, RING, entries_per_page
 from sglang_dsv4.config import DSV4Config, LayerKind
+from sglang_dsv4.dequant import FP8_BLOCK
 from sglang_dsv4.tensor_table import Kept, Slot, layer_of
 
 GIB = 1 << 30
@@ -43,23 +44,36 @@ def four_bit_bytes(values: int, group: int, matrices: int) -> int:
     return values // 2 + values // group + matrices * torch.float32.itemsize
 
 
+def fp8_bytes(rows: int, columns: int) -> int:
+    """Of `fp8.FP8Matrix`: a byte a value, and a scale in FP32 for each block."""
+    blocks = -(-rows // FP8_BLOCK) * -(-columns // FP8_BLOCK)
+    return rows * columns + blocks * torch.float32.itemsize
+
+
 def weight_bytes(
     slots: Mapping[str, Slot],
     run: torch.dtype,
     ranks: int,
     expert_groups: Mapping[int, int] = MappingProxyType({}),
+    fp8: Set[str] = frozenset(),
 ) -> int:
     """Weights of one of `ranks` ranks, which share what the table lets them.
 
     slots: as `tensor_table.expected_tensors` gives them. expert_groups: layer -> values that share
-    a scale, of the layers whose routed experts stay in four bits: see `expert_storage`.
+    a scale, of the layers whose routed experts stay in four bits: see `expert_storage`. fp8: names
+    of slots that stay in FP8: see `linear_storage`.
     """
     total = 0
     for name, slot in slots.items():
-        values = math.prod(slot.shape) // (1 if slot.row.cut is None else ranks)
+        share = list(slot.shape)
+        if slot.row.cut is not None:
+            share[slot.row.cut] //= ranks
+        values = math.prod(share)
         layer = None if slot.expert is None else layer_of(name)
         group = None if layer is None else expert_groups.get(layer)
-        if group is None:
+        if name in fp8:
+            total += fp8_bytes(*share)
+        elif group is None:
             total += values * memory_dtype(slot.row.kept, run).itemsize
         else:
             total += four_bit_bytes(values, group, matrices=1)

@@ -1,6 +1,6 @@
 """DeepSeek-V4 without its host: embedding, layers with hyper-connected streams, collapse, norm."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from types import MappingProxyType
 
 import torch
@@ -29,8 +29,9 @@ class DecoderLayer(nn.Module):
         ops: Ops,
         parallel: Parallel,
         expert_group: int | None = None,
+        fp8: Set[str] = frozenset(),
     ) -> None:
-        """expert_group: see `moe.layer.MoE`."""
+        """expert_group: see `moe.layer.MoE`; fp8: see Model."""
         super().__init__()
         self.ops = ops
         self.eps = config.rms_norm_eps
@@ -40,9 +41,9 @@ class DecoderLayer(nn.Module):
             "hc_eps": config.hc_eps,
         }
         self.attn_norm = Weight(config.hidden_size)
-        self.attn = Attention(config, layer_id, chosen, ops, parallel)
+        self.attn = Attention(config, layer_id, chosen, ops, parallel, fp8)
         self.ffn_norm = Weight(config.hidden_size)
-        self.ffn = MoE(config, layer_id, ops, parallel, expert_group)
+        self.ffn = MoE(config, layer_id, ops, parallel, expert_group, fp8)
         mixes, width = (2 + config.hc_mult) * config.hc_mult, config.hc_mult * config.hidden_size
         for site in ("attn", "ffn"):
             setattr(self, f"hc_{site}_fn", tensor(mixes, width, dtype=torch.float32))
@@ -76,15 +77,17 @@ class Model(nn.Module):
         ops: Ops,
         parallel: Parallel,
         expert_groups: Mapping[int, int] = MappingProxyType({}),
+        fp8: Mapping[int, Set[str]] = MappingProxyType({}),
     ) -> None:
-        """expert_groups: of `expert_storage`: the layers whose routed experts lie in four bits."""
+        """expert_groups: of `expert_storage`: the layers whose routed experts lie in four bits.
+        fp8: of `linear_storage`: layer -> its matrices that lie in FP8 ("attn.wq_b")."""
         super().__init__()
         self.ops, self.parallel = ops, parallel
         self.eps, self.hc_eps, self.hc_mult = config.rms_norm_eps, config.hc_eps, config.hc_mult
         self.embed = Weight(config.vocab_size // parallel.size, config.hidden_size)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, layer_id, chosen, ops, parallel, expert_groups.get(layer_id))
-            for layer_id in range(config.num_hidden_layers)
+            DecoderLayer(config, i, chosen, ops, parallel, expert_groups.get(i), fp8.get(i, set()))
+            for i in range(config.num_hidden_layers)
         )
         self.norm = Weight(config.hidden_size)
         width = config.hc_mult * config.hidden_size

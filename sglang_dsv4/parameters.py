@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 
 class Weight(nn.Module):
@@ -18,6 +19,22 @@ class Weight(nn.Module):
         self.weight = tensor(*shape, dtype=dtype)
 
 
+class Matrix(Weight):
+    """A Weight [N, K] that multiplies. groups: of rows, equally many; each multiplies K columns of
+    the input of its own."""
+
+    def __init__(self, rows: int, columns: int, *, groups: int = 1) -> None:
+        super().__init__(rows, columns)
+        self.groups = groups
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, groups * K] -> [T, N]."""
+        if self.groups == 1:
+            return functional.linear(x, self.weight)
+        each, rows = x.unflatten(1, (self.groups, -1)), self.weight.unflatten(0, (self.groups, -1))
+        return torch.einsum("tgi,goi->tgo", each, rows).flatten(1)
+
+
 class Stack(nn.Module):
     """Matrices that multiply the same input, one below the other: one product serves them all.
 
@@ -29,6 +46,10 @@ class Stack(nn.Module):
         super().__init__()
         self.rows = dict(rows)
         self.weight = tensor(sum(rows.values()), columns)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, columns] -> [T, all rows]."""
+        return functional.linear(x, self.weight)
 
     def parts(self, product: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """[T, all rows] -> a view [T, rows] for each matrix."""

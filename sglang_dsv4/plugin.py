@@ -271,6 +271,7 @@ def _check_checkpoint(server_args: Any) -> None:
     if not folder.is_dir():
         return
     device, memory = host.device_memory(server_args)
+    chosen = precision.parse(Settings.read().precision)
     wanted = inspection.Deployment(
         tensor_parallel=server_args.tp_size,
         run=torch.float32 if server_args.dtype in ("float32", "float") else torch.bfloat16,
@@ -279,7 +280,8 @@ def _check_checkpoint(server_args: Any) -> None:
         shared=device == "cpu",
         fraction=1.0,  # refuses only what no sizing of the cache can save
         context=1,
-        routed_experts=precision.parse(Settings.read().precision).routed_experts,
+        routed_experts=chosen.routed_experts,
+        linears=chosen.linears,
     )
     headers = server_args.load_format in host.WITH_HEADERS
     try:

@@ -33,6 +33,7 @@ class Component:
 FLOOR, FLIPPED = "bf16", "nvfp4"
 _WEIGHTS = (FLOOR, FLIPPED)
 AUTO, FOUR_BITS, DENSE = "auto", "fp4", "bf16"  # of the routed experts
+EIGHT_BITS = "fp8"  # of the linears
 
 COMPONENTS = {
     "indexer_qk": Component(
@@ -44,6 +45,12 @@ COMPONENTS = {
         (AUTO, FOUR_BITS, DENSE),
         "weights that a checkpoint holds in MXFP4 or NVFP4: in these four bits in memory too, or"
         " dequantised to BF16 at load; auto is four bits on a GPU, BF16 on a CPU",
+    ),
+    "linears": Component(
+        (DENSE, EIGHT_BITS),
+        "projections of attention, index queries and the shared expert that a checkpoint holds in"
+        " FP8: dequantised to BF16 at load, or in these eight bits in memory too, where kernels"
+        " multiply them by tokens in BF16",
     ),
     "lm_head": Component(
         _WEIGHTS, "weights; products are summed in FP32, logits are FP32", r"head"
@@ -74,6 +81,7 @@ class Precision:
 
     indexer_qk: str = COMPONENTS["indexer_qk"].values[0]
     routed_experts: str = COMPONENTS["routed_experts"].values[0]
+    linears: str = COMPONENTS["linears"].values[0]
     lm_head: str = COMPONENTS["lm_head"].values[0]
     router_gate: str = COMPONENTS["router_gate"].values[0]
     compressor_kv: str = COMPONENTS["compressor_kv"].values[0]

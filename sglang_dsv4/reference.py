@@ -8,6 +8,8 @@ call can be captured in a CUDA graph. Any number of tokens is valid, also none.
 import torch
 from torch.nn import functional
 
+from sglang_dsv4 import dequant
+
 
 def linear_fp32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """A linear layer whose result is not rounded.
@@ -17,6 +19,29 @@ def linear_fp32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     Returns [T, N] fp32, summed in fp32.
     """
     return functional.linear(x.float(), weight.float())
+
+
+def linear_fp8(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    *,
+    dtype: torch.dtype,
+    groups: int = 1,
+) -> torch.Tensor:
+    """A linear layer whose weight is in FP8, with one scale for each block of 128 x 128.
+
+    x      [T, groups * K] float: rounded to BF16 first, by kernels.
+    weight [N, K] float8_e4m3fn, no NaN among them: the rows of the result's columns.
+    scales [⌈N/128⌉, ⌈K/128⌉] fp32: multiply the blocks.
+    dtype  of the result.
+    groups of rows, equally many; each multiplies K columns of x of its own. N / groups must be a
+           multiple of 128 where there are several.
+    Returns [T, N], summed in fp32 and rounded once. Source: spec 4.2.
+    """
+    rows = dequant.fp8(weight, scales).unflatten(0, (groups, -1))
+    each = x.float().unflatten(1, (groups, -1))
+    return torch.einsum("tgi,goi->tgo", each, rows).flatten(1).to(dtype)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, *, eps: float) -> torch.Tensor:

@@ -45,7 +45,8 @@ class Target:
     """What is warmed up for: a model as it will be served on this machine.
 
     context: tokens that a request may have; dtype: that the model runs in. expert_groups: layer ->
-    values that share a scale, of the layers whose routed experts stay in four bits.
+    values that share a scale, of the layers whose routed experts stay in four bits. fp8: modules
+    whose matrices stay in FP8 in some layer; all others launch no kernel of ours.
     """
 
     config: DSV4Config
@@ -55,6 +56,7 @@ class Target:
     context: int
     dtype: torch.dtype
     expert_groups: Mapping[int, int] = field(default_factory=dict)
+    fp8: frozenset[str] = frozenset()
 
     @property
     def storages(self) -> list[int | None]:
@@ -68,7 +70,7 @@ class Target:
         shown = (
             *(sources(), *versions(), machine.name, machine.capability, self.parallel.size),
             *(self.context, str(self.dtype), sorted(self.ops.providers.items()), self.precision),
-            *(repr(one_of_each(self.config)), self.storages),
+            *(repr(one_of_each(self.config)), self.storages, sorted(self.fp8)),
         )
         return hashlib.sha256(repr(shown).encode()).hexdigest()[:16]
 
@@ -154,7 +156,8 @@ def _model(target: Target, config: DSV4Config, storages: Sequence[int | None]) -
     """Layers hold their experts in each of the ways in turn, and count as packed."""
     in_turns = zip(range(config.num_hidden_layers), cycle(storages), strict=False)
     groups = {layer: group for layer, group in in_turns if group is not None}
-    model = Model(config, target.precision, target.ops, target.parallel, groups)
+    fp8 = dict.fromkeys(range(config.num_hidden_layers), target.fp8)
+    model = Model(config, target.precision, target.ops, target.parallel, groups, fp8)
     for part in model.modules():
         if isinstance(part, FP4Matrices):
             part.packed = True  # what `pack` reads has no values here

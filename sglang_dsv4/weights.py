@@ -7,7 +7,6 @@ for routed experts that the model holds in four bits.
 """
 
 import logging
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,16 +20,23 @@ from sglang_dsv4 import dequant, quantise
 from sglang_dsv4.census import Census, component
 from sglang_dsv4.checkpoint import CheckpointError, Header
 from sglang_dsv4.config import DSV4Config
+from sglang_dsv4.damaged_values import (
+    check_factor,
+    check_global_scales,
+    check_values,
+    may_overflow,
+    may_overflow_fp8,
+)
 from sglang_dsv4.formats import (
     DTYPE_NAMES,
     FOUR_BITS,
     LAYOUTS,
     Found,
-    Part,
     Stored,
     TensorFormat,
     chunk_of,
 )
+from sglang_dsv4.fp8 import FP8Matrix, FP8Rows, named_rows
 from sglang_dsv4.ledger import Delivery, Ledger, counted, is_matrix
 from sglang_dsv4.moe.fp4 import FP4Matrices
 from sglang_dsv4.parameters import named_weights
@@ -41,6 +47,15 @@ from sglang_dsv4.tensor_table import Kept, Slot, layer_of
 __all__ = ["CheckpointError", "CheckpointSummary", "LoadReport", "check", "load"]
 
 logger = logging.getLogger(__name__)
+
+OTHER_EXPERTS = (
+    "routed experts in another format than the model was built for, by what config.json says:"
+    f" correct it, or set {VARIABLE}=routed_experts={DENSE}"
+)
+OTHER_LINEARS = (
+    "linear weights in another format than the model was built for, by what config.json says:"
+    f" correct it, or set {VARIABLE}=linears={DENSE}"
+)
 
 
 # --------------------------------------------------------------------- check, from headers alone
@@ -173,12 +188,15 @@ def load(
     return LoadReport(ledger.used, place.converted, ledger.skipped, census.lines(), low)
 
 
+Target = Tensor | FP4Matrices | FP8Rows
+
+
 class _Placing:
     """Puts weights where they belong in one rank's parameters, and counts what it converted."""
 
     def __init__(
         self,
-        targets: Mapping[str, Tensor | FP4Matrices],
+        targets: Mapping[str, Target],
         ledger: Ledger,
         rank: int,
         size: int,
@@ -194,10 +212,12 @@ class _Placing:
         stored, supplied = delivery
         slots = [self.ledger.owed[known] for known in supplied]
         if stored.format in LAYOUTS:
-            _check_global_scales(stored)
+            check_global_scales(stored)
         target = self.targets[slots[0].parameter]  # a stack's weights all lie there
         if isinstance(target, FP4Matrices):
             run = self._keep(target, stored, slots)
+        elif isinstance(target, FP8Rows):
+            run = self._keep_fp8(target, stored, slots[0])
         else:
             run = self._fill(target, stored, slots)
         if run is not None:
@@ -217,7 +237,7 @@ class _Placing:
             else:
                 values = stored.tensor().reshape(-1, *slot.shape)[number]
                 region.copy_(_share(values, slot, self.rank, self.size))
-            _check_values(stored, slot, region, number, self.ledger.config)
+            check_values(stored, slot, region, number, self.ledger.config)
         run = DTYPE_NAMES[target.dtype]
         if run != stored.held():
             self.converted[f"{stored.held()} to {run}"] += 1
@@ -235,14 +255,30 @@ class _Placing:
             rows, columns = _ranges(slot, self.rank, self.size)
             place = {"matrix": number, "matrices": len(slots)}
             codes, scales, factor = stored.four_bits(rows, columns, **place)
-            if _may_overflow(scales, factor, LAYOUTS[stored.format].scale_dtype):
+            if may_overflow(scales, factor, LAYOUTS[stored.format].scale_dtype):
                 values = torch.empty(len(rows), len(columns), dtype=torch.float32)
                 stored.fill(values, rows, columns, **place)
-                _check_values(stored, slot, values, number, self.ledger.config)
-                _check_factor(stored, factor)
+                check_values(stored, slot, values, number, self.ledger.config)
+                check_factor(stored, factor)
             slot_view(target.codes, slot).copy_(codes)
             slot_view(target.scales, slot).copy_(scales)
             target.factors[slot.expert, slot.row.part].copy_(factor)
+        return f"{stored.held()}, kept"
+
+    def _keep_fp8(self, target: FP8Rows, stored: Stored, slot: Slot) -> str | None:
+        """Copy codes as they are, scales as fp32; None if they are not what the model holds."""
+        if stored.format is not TensorFormat.FP8:
+            self.ledger.note(OTHER_LINEARS, f"{stored.name}: {stored.held()}")
+            return None
+        rows, columns = _ranges(slot, self.rank, self.size)
+        codes, scales = stored.blocks(rows, columns)
+        if may_overflow_fp8(codes, scales):
+            values = torch.empty(len(rows), len(columns), dtype=torch.bfloat16)
+            stored.fill(values, rows, columns, matrix=0, matrices=1)
+            check_values(stored, slot, values, 0, self.ledger.config)
+        region = target.part(slot.row.part, slot.row.parts)
+        region.codes.copy_(codes)
+        region.scales.copy_(scales)
         return f"{stored.held()}, kept"
 
 
@@ -268,7 +304,7 @@ def _fill_rounded(region: Tensor, stored: Stored, rows: range, columns: range) -
         part.copy_(rounded[:, columns.start : columns.stop])
 
 
-def _targets(model: nn.Module, ledger: Ledger, size: int) -> dict[str, Tensor | FP4Matrices]:
+def _targets(model: nn.Module, ledger: Ledger, size: int) -> dict[str, Target]:
     """Name -> parameter, integer buffer or what holds a parameter's matrices in four bits; asserts
     that the model is the one the table tells of."""
     shapes: dict[str, tuple[int, ...]] = {}
@@ -285,8 +321,10 @@ def _targets(model: nn.Module, ledger: Ledger, size: int) -> dict[str, Tensor | 
     packed = {name: one for name, one in model.named_modules() if isinstance(one, FP4Matrices)}
     for matrices in packed.values():
         matrices.packed = False
-    parts = {f"{name}.{part}" for name, one in packed.items() for part, _ in one.named_parameters()}
-    found: dict[str, Tensor | FP4Matrices] = {**packed}
+    kinds = (FP4Matrices, FP8Matrix)
+    held = {name: one for name, one in model.named_modules() if isinstance(one, kinds)}
+    parts = {f"{name}.{part}" for name, one in held.items() for part, _ in one.named_parameters()}
+    found: dict[str, Target] = {**packed, **named_rows(model)}
     found |= {name: one for name, one in named_weights(model).items() if name not in parts}
     found |= {name: buffer for name, buffer in model.named_buffers() if name in shapes}
     differ = sorted(found.keys() ^ shapes.keys())
@@ -323,66 +361,3 @@ def _ranges(slot: Slot, rank: int, size: int) -> tuple[range, range]:
         kept[slot.row.cut] = range(rank * length, (rank + 1) * length)
     rows, columns = kept
     return rows, columns
-
-
-# ---------------------------------------------------------------------------- values that are wrong
-
-DAMAGED = "the checkpoint is damaged, download it again"
-OTHER_EXPERTS = (
-    "routed experts in another format than the model was built for, by what config.json says:"
-    f" correct it, or set {VARIABLE}=routed_experts={DENSE}"
-)
-
-
-def _check_global_scales(stored: Stored) -> None:
-    for part in (Part.GLOBAL, Part.RECIPROCAL):
-        if part not in stored.parts:
-            continue
-        low, high = (bound.item() for bound in torch.aminmax(stored.tensor(part).float()))
-        if not 0 < low <= high < math.inf:
-            name = stored.parts[part].name
-            raise CheckpointError(
-                f"{name}: expected a positive number, found {low}"
-                f"{'' if low == high else f' to {high}'}: {DAMAGED}"
-            )
-
-
-def _may_overflow(scales: Tensor, factor: Tensor, scale_dtype: torch.dtype) -> bool:
-    """Whether codes times scales [...] uint8 times their factor may be NaN or infinite, judging by
-    the largest scale; a NaN is above all others."""
-    if scale_dtype is torch.float8_e4m3fn:  # its upper bit is a sign
-        scales = scales & 0x7F
-    largest = scales.max().view(scale_dtype).float() * max(dequant.E2M1) * factor
-    return not math.isfinite(largest.item())
-
-
-def _check_factor(stored: Stored, factor: Tensor) -> None:
-    if not math.isfinite(factor.item()):  # the reciprocal of next to nothing; all codes are 0
-        raise CheckpointError(f"{stored.name}: its {Part.RECIPROCAL.value} is too small: {DAMAGED}")
-
-
-def _check_values(
-    stored: Stored, slot: Slot, region: Tensor, number: int, config: DSV4Config
-) -> None:
-    """Refuses what was copied to `region`, the `number`-th of what `stored` holds."""
-    # Unlike isfinite, aminmax needs no memory of its own, and it is ten times as fast on a CPU.
-    low, high = (bound.item() for bound in torch.aminmax(region))
-    experts = config.n_routed_experts
-    if slot.row.kept is Kept.INT64:
-        if low < 0 or high >= experts:
-            raise CheckpointError(
-                f"{stored.name}: expected experts 0 to {experts - 1}, found {low} to {high}"
-            )
-        return
-    if math.isfinite(low) and math.isfinite(high):
-        return
-    expert = "" if slot.expert is None else f" (expert {slot.expert})"
-    for name, values in stored.numbers():
-        if stored.format is TensorFormat.DENSE:
-            values = values.reshape(-1, *slot.shape)[number]
-        bad = values.numel() - int(values.isfinite().sum())
-        if bad:
-            raise CheckpointError(
-                f"{name}{expert}: {bad} of {values.numel()} values are NaN or infinite: {DAMAGED}"
-            )
-    raise CheckpointError(f"{stored.name}{expert}: values too large for the model's {region.dtype}")

@@ -32,17 +32,19 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     (
         *("precision", "tensor_table", "formats", "quantise", "graph_safety_calls"),
-        *("attention.cache", "attention.metadata", "moe.fp4"),
+        *("attention.cache", "attention.metadata", "moe.fp4", "fp8", "reference"),
+        "kernels_triton_linear",
         *("ablation_oracle", "ablation_summary", "ablation_texts"),
     ),
     ("ablation_report",),
     ("memory_plan",),
     (
         *("host", "backends", "census", "ledger", "tiny_formats", "nano_demo_server"),
-        "graph_safety_static",
+        *("graph_safety_static", "damaged_values"),
     ),
     ("format_claims", "tiny_weights", "convert_plan"),
     ("survey", "expert_storage"),
+    ("linear_storage",),
     (
         *("attention", "moe", "weights", "nano_demo_plot", "nano_demo_questions"),
         *("graph_safety_trace", "convert_config", "inspection"),

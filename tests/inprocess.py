@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from sglang_dsv4 import expert_storage, precision, weights
+from sglang_dsv4 import expert_storage, linear_storage, precision, weights
 from sglang_dsv4.attention.cache import PAGE, RING, LayerCache, allocate
 from sglang_dsv4.attention.metadata import Batch, Metadata
 from sglang_dsv4.backends import Machine, choose, pack_experts
@@ -15,6 +15,7 @@ from sglang_dsv4.config import DSV4Config
 from sglang_dsv4.graph_safety_step import SmallLM, to_device
 from sglang_dsv4.parallel import Parallel
 from sglang_dsv4.parameters import default_dtype
+from sglang_dsv4.tensor_table import expected_tensors
 
 WINDOW = 128  # tokens that the window branch sees, in every DeepSeek-V4
 
@@ -126,6 +127,7 @@ class Runner(Host):
         *,
         indexer_qk: str = "fp4",
         routed_experts: str = "auto",
+        linears: str = "bf16",
         dtype: torch.dtype = torch.float32,
         pages: int = 24,
         slots: int = 9,
@@ -137,7 +139,9 @@ class Runner(Host):
         self.config = DSV4Config.from_checkpoint(folder)
         self.device = device
         self.parallel = parallel = parallel or Parallel()
-        chosen = precision.parse(f"indexer_qk={indexer_qk},routed_experts={routed_experts}")
+        chosen = precision.parse(
+            f"indexer_qk={indexer_qk},routed_experts={routed_experts},linears={linears}"
+        )
         ops, rank, size = choose(Machine.probe(device)), parallel.rank, parallel.size
         self.storage = expert_storage.decide(
             self.config,
@@ -146,8 +150,17 @@ class Runner(Host):
             device=device,
             ranks=size,
         )
+        self.linears = linear_storage.decide(
+            self.config,
+            expected_tensors(self.config),
+            linear_storage.from_headers(folder),
+            chosen=chosen.linears,
+            ranks=size,
+        )
         with default_dtype(dtype):
-            self.lm = SmallLM(self.config, ops, chosen, parallel, self.storage.groups)
+            self.lm = SmallLM(
+                self.config, ops, chosen, parallel, self.storage.groups, self.linears.fp8
+            )
         self.report = weights.load(self.lm, _tensors(folder), self.config, rank=rank, size=size)
         self.lm.to(device)
         pack_experts(ops, self.lm)

@@ -45,11 +45,27 @@ def test_experts_in_four_bits_give_the_logits_of_dense_ones(runner: Runner, fold
     lines = {line for line in kept.report.components if line.startswith("ffn.experts.*.w1")}
     assert "ffn.experts.*.w1: MXFP4 in the checkpoint -> MXFP4, kept, 1 layer" in lines
     assert "ffn.experts.*.w1: FP8 in the checkpoint -> F32 at load, 1 layer" in lines
+    assert_same_logits(kept, runner)
+
+
+def test_linears_in_fp8_give_the_logits_of_dense_ones(runner: Runner, folder: Path) -> None:
+    """As far as this small model is made of whole blocks; scales in UE8M0 and in FP32."""
+    kept = Runner(folder, linears="fp8")
+    held = ("vendor", "fp8-base", "nvfp4-experts", "compressed-tensors-w4a4")
+    layers = {layer for layer, format in enumerate(FORMATS) if format in held}
+    assert kept.linears.fp8.keys() == layers and len(layers) == len(held)
+    assert all({"attn.wq_b", "attn.wo_b"} <= names for names in kept.linears.fp8.values())
+    assert "attn.wq_b: FP8 in the checkpoint -> FP8, kept, 4 layers" in kept.report.components
+    assert_same_logits(kept, runner)
+
+
+def assert_same_logits(one: Runner, other: Runner) -> None:
+    """Of a prefill and a decode."""
     tokens = torch.randint(16, 384, (40,), generator=torch.Generator().manual_seed(3)).tolist()
     found, expected = (
-        torch.cat([one.run(request, tokens[:-1]), one.run(request, tokens[-1:])])
-        for one in (kept, runner)
-        for request in [one.open()]
+        torch.cat([each.run(request, tokens[:-1]), each.run(request, tokens[-1:])])
+        for each in (one, other)
+        for request in [each.open()]
     )
     assert expected.std() > 0.5
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)

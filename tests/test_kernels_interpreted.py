@@ -47,6 +47,11 @@ SELECTIONS = (
         thorough="triton and not transformers",
     ),
     Selection("test_mhc_post.py"),
+    Selection(
+        "test_linear_fp8.py",
+        select="(triton or weights_in_bf16 or dequantised)",
+        thorough="(triton or weights_in_bf16 or dequantised)",
+    ),
     Selection("test_mhc_head.py", select="triton and not mix and not transformers"),
     Selection(
         "attention/test_build_metadata.py",

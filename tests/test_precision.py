@@ -39,12 +39,13 @@ def test_default_is_the_floor() -> None:
     precision = parse("")
     assert precision == Precision()
     assert precision.indexer_qk == "fp4" and precision.routed_experts == "auto"
+    assert precision.linears == "bf16"
     assert {getattr(precision, name) for name in FLOOR} == {"bf16"}
 
 
 def test_every_component_has_a_row() -> None:
     assert [field.name for field in dataclasses.fields(Precision)] == list(COMPONENTS)
-    others = {"indexer_qk", "routed_experts"}
+    others = {"indexer_qk", "routed_experts", "linears"}
     assert set(COMPONENTS) == {*others, *FLOOR} == {*others, *TENSORS}
 
 

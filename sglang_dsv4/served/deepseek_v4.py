@@ -7,13 +7,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from sglang_dsv4 import checkpoint, expert_storage, host, precision, weights
+from sglang_dsv4 import checkpoint, expert_storage, host, linear_storage, precision, weights
 from sglang_dsv4.backends import Machine, choose, pack_experts
 from sglang_dsv4.config import DSV4Config
 from sglang_dsv4.expert_storage import ExpertStorage
+from sglang_dsv4.linear_storage import LinearStorage
 from sglang_dsv4.model import Model
 from sglang_dsv4.parameters import Weight
+from sglang_dsv4.precision import EIGHT_BITS
 from sglang_dsv4.settings import Settings
+from sglang_dsv4.tensor_table import expected_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +41,8 @@ class DeepseekV4ForCausalLM(nn.Module):
         storage = self._expert_storage(host.raw_config(config))
         for note in storage.notes if self.parallel.rank == 0 else ():
             logger.warning("sglang-dsv4: %s", note)
-        self.model = Model(self.config, chosen, self.ops, self.parallel, storage.groups)
+        fp8 = self._linear_storage(host.raw_config(config)).fp8
+        self.model = Model(self.config, chosen, self.ops, self.parallel, storage.groups, fp8)
         self.head = Weight(self.config.vocab_size // self.parallel.size, self.config.hidden_size)
         self.logits_processor = host.logits_processor(config)
 
@@ -56,10 +60,22 @@ class DeepseekV4ForCausalLM(nn.Module):
             self.config, held, chosen=value, device=device, ranks=self.parallel.size
         )
 
+    def _linear_storage(self, raw: dict[str, Any]) -> LinearStorage:
+        """Which other matrices stay in FP8, by the same."""
+        if self.chosen.linears != EIGHT_BITS:
+            return LinearStorage()
+        slots = expected_tensors(self.config)
+        if host.has_headers():
+            formats = linear_storage.from_headers(host.checkpoint_folder())
+        else:
+            formats = linear_storage.from_claims(raw, slots)
+        ranks = self.parallel.size
+        return linear_storage.decide(
+            self.config, slots, formats, chosen=self.chosen.linears, ranks=ranks
+        )
+
     @torch.no_grad()
-    def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: Any
-    ) -> Any:
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: Any) -> Any:
         """One step of SGLang: input_ids [T], positions [T] -> logits where the host wants them."""
         backend = host.attention_backend()
         # The host passes on ids that a request made up; one such request must not end the server.

@@ -1,0 +1,244 @@
+"""linear_fp8, and `linear` with BF16 weights, against products in float64."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from op_checks import MACHINE, randn, thorough
+from sglang_dsv4 import dequant, reference
+from sglang_dsv4 import kernels_triton_linear as kernels
+from sglang_dsv4.backends import PROVIDERS
+from timings_linear import LINEARS
+
+BF16, FP32 = torch.bfloat16, torch.float32
+CODES = [code for code in range(256) if code & 0x7F != 0x7F]  # those are NaN, which no weight has
+
+
+def implementations():
+    """The reference, and the kernels where Triton's run."""
+    found = [pytest.param(reference.linear_fp8, id="reference")]
+    if PROVIDERS["rms_norm"][0].refuses(MACHINE) is None:
+        found.append(pytest.param(kernels.linear_fp8, id="triton"))
+    return found
+
+
+@pytest.fixture(params=implementations())
+def op(request):
+    return request.param
+
+
+def fp8_weight(outputs, inputs, seed=1):
+    """Weight and scales: every code, subnormals among them, and scales that differ by 2^6."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.tensor(CODES, dtype=torch.uint8)
+    weight = codes[torch.randint(len(CODES), (outputs, inputs), generator=generator)]
+    blocks = -(-outputs // 128), -(-inputs // 128)
+    scales = torch.exp2(torch.randint(-12, -6, blocks, generator=generator).float())
+    device = MACHINE.device
+    return weight.to(device).view(torch.float8_e4m3fn), scales.to(device)
+
+
+def among_nan(x):
+    """The same values, followed by NaN in memory."""
+    buffer = torch.full((x.numel() + 4096,), torch.nan, dtype=x.dtype, device=x.device)
+    buffer[: x.numel()] = x.reshape(-1)
+    return buffer[: x.numel()].view(x.shape)
+
+
+def check(result, x, weight, groups=1):
+    """Off by less than fp32 sums may be, and one rounding. weight: [N, K], its values."""
+    rows = weight.double().unflatten(0, (groups, -1))
+    each = x.to(BF16).double().unflatten(1, (groups, -1))
+    exact = torch.einsum("tgi,goi->tgo", each, rows).flatten(1)
+    sizes = torch.einsum("tgi,goi->tgo", each.abs(), rows.abs()).flatten(1)
+    rounding = 2.0**-8 if result.dtype is BF16 else 0.0
+    assert result.shape == exact.shape
+    excess = (result.double() - exact).abs() - 1e-6 * sizes - rounding * exact.abs()
+    assert not result.isnan().any() and (excess <= 0).all(), f"off by {excess.max()} too much"
+
+
+SHAPES = [  # tokens, outputs, inputs
+    (1, 130, 640),  # in slices, the last of them shorter
+    (2, 40, 768),  # three slices
+    (5, 64, 128),
+    (16, 72, 1024),
+    (17, 200, 200),
+    (33, 129, 256),
+    thorough(64, 128, 2048),
+    (65, 140, 328),
+    thorough(128, 256, 512),
+]
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize(("tokens", "outputs", "inputs"), SHAPES)
+def test_equals_float64(op, tokens, outputs, inputs, dtype):
+    if (
+        op is not reference.linear_fp8
+        and tokens > 128
+        and dtype is FP32
+        and MACHINE.device == "cpu"
+    ):
+        return  # cuBLAS, which a CPU has not
+    x, (weight, scales) = among_nan(randn(tokens, inputs, dtype=BF16)), fp8_weight(outputs, inputs)
+    result = op(x, weight, scales, dtype=dtype)
+    assert result.dtype is dtype
+    check(result, x, dequant.fp8(weight, scales))
+
+
+def test_many_tokens(op):
+    """Where kernels leave the product to torch."""
+    x, (weight, scales) = randn(130, 160, dtype=BF16), fp8_weight(96, 160)
+    check(op(x, weight, scales, dtype=BF16), x, dequant.fp8(weight, scales))
+
+
+@pytest.mark.parametrize("tokens", [0, 3, 129])
+def test_groups_have_inputs_of_their_own(op, tokens):
+    x, (weight, scales) = randn(tokens, 4 * 192, dtype=BF16), fp8_weight(4 * 128, 192)
+    result = op(x, weight, scales, dtype=BF16, groups=4)
+    assert result.shape == (tokens, 4 * 128)
+    check(result, x, dequant.fp8(weight, scales), groups=4)
+
+
+PICKED = (0, 1, 2, 3, 62, 127, 128, 201, 255)
+
+
+@pytest.mark.parametrize("tokens", [len(PICKED), 140])
+def test_every_code_and_scale_is_exact(op, tokens):
+    """A code in each row; each token has one input that is not zero, so its result is a column."""
+    device = MACHINE.device
+    codes = torch.tensor(CODES, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
+    weight = codes.view(torch.uint8)[:, None].repeat(1, 256).view(torch.float8_e4m3fn)
+    scales = torch.tensor([[2.0**-110, 1.0], [2.0**90, 2.0**-9]], device=device)
+    x = torch.zeros(tokens, 256, dtype=BF16, device=device)
+    x[range(len(PICKED)), list(PICKED)] = 1
+    expected = dequant.fp8(weight, scales).T[list(PICKED)]
+    assert expected.abs().max() == 448 * 2.0**90
+    result = op(x, weight, scales, dtype=BF16)[: len(PICKED)]
+    assert torch.equal(result.float(), expected)
+
+
+def test_a_wider_input_is_rounded_at_most_to_bf16(op):
+    """An activation in FP32."""
+    x, (weight, scales) = randn(4, 256), fp8_weight(72, 256)
+    result = op(x, weight, scales, dtype=FP32).double()
+    values = dequant.fp8(weight, scales).double()
+    exact, rounded = x.double() @ values.T, x.to(BF16).double() @ values.T
+    nearest = torch.minimum((result - exact).abs(), (result - rounded).abs())
+    assert nearest.max() < 1e-5 * exact.abs().max() < (exact - rounded).abs().max()
+
+
+@pytest.mark.parametrize("tokens", [3, 40])
+def test_a_token_depends_on_no_other_bit_for_bit(op, tokens):
+    """And two calls agree. In slices: their sums have one order."""
+    x, (weight, scales) = randn(tokens, 1024, dtype=BF16), fp8_weight(96, 1024)
+    first = op(x, weight, scales, dtype=FP32)
+    assert torch.equal(first, op(x, weight, scales, dtype=FP32))
+    x[1:] = 7
+    assert torch.equal(first[0], op(x, weight, scales, dtype=FP32)[0])
+
+
+def test_stays_on_device(op):
+    x, (weight, scales) = randn(3, 512, dtype=BF16), fp8_weight(96, 512)
+    op(x, weight, scales, dtype=BF16)  # its tables are made now, with values
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        result = op(*map(mode.from_tensor, (x, weight, scales)), dtype=BF16)
+    assert result.shape == (3, 96) and result.dtype is BF16
+
+
+@pytest.mark.parametrize("groups", [2, 3])
+def test_groups_that_cut_blocks_are_refused(groups):
+    weight, scales = fp8_weight(192, 128)
+    with pytest.raises(ValueError, match=f"192 rows in {groups} groups: each needs a multiple"):
+        kernels.linear_fp8(randn(1, groups * 128), weight, scales, dtype=BF16, groups=groups)
+
+
+# ---- what the reference has not ----
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize(("tokens", "outputs", "inputs"), SHAPES)
+def test_weights_in_bf16(tokens, outputs, inputs, dtype):
+    x, weight = (
+        among_nan(randn(tokens, inputs, dtype=BF16)),
+        randn(outputs, inputs, seed=1, dtype=BF16),
+    )
+    result = kernels.linear(x, weight, dtype=dtype)
+    assert result.dtype is dtype
+    check(result, x, weight)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(("rows", "columns"), [(128, 256), (300, 200), (5, 130)])
+def test_dequantised(rows, columns):
+    weight, scales = fp8_weight(rows, columns)
+    values = kernels.dequantised(weight, scales)
+    assert values.dtype is BF16 and torch.equal(values.float(), dequant.fp8(weight, scales))
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 16, 17, 64, 65, 128])
+@pytest.mark.parametrize("name", LINEARS)
+def test_slices_cover_the_inputs_and_fill_a_gpu(name, tokens):
+    width, depth, _ = LINEARS[name]
+    tiles = kernels.tiles_for(tokens, 1)
+    assert tokens <= tiles.tokens and 128 % tiles.rows == 128 % tiles.depth == 0
+    slice_depth = kernels.slice_depth_for(tokens, width, depth, tiles)
+    slices, programs = -(-depth // slice_depth), -(-width // tiles.rows)
+    assert slice_depth % 128 == 0 and (slices - 1) * slice_depth < depth <= slices * slice_depth
+    if slices > 1:
+        assert slice_depth >= 256 and slices * programs <= 512
+        assert 8 * slices * tokens * width <= width * depth / 2
+    if tokens <= 8:
+        assert slices * programs >= 96
+
+
+# ---- on a GPU, at the model's shapes ----
+
+
+def real_inputs(name, tokens):
+    """x, weight, scales and groups, so that results are about 1."""
+    width, depth, groups = LINEARS[name]
+    weight, scales = fp8_weight(width, depth)
+    scales.mul_(2.0**-4)
+    return randn(tokens, groups * depth, dtype=BF16), weight, scales, groups
+
+
+@pytest.mark.gpu((8, 0))
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("tokens", [1, 8, 16, 17, 43, 64, 100, 128, 129, 1000])
+@pytest.mark.parametrize("name", LINEARS)
+def test_at_real_shapes(name, tokens, dtype):
+    x, weight, scales, groups = real_inputs(name, tokens)
+    result = kernels.linear_fp8(x, weight, scales, dtype=dtype, groups=groups)
+    expected = torch.einsum(
+        "tgi,goi->tgo",
+        x.double().unflatten(1, (groups, -1)),
+        dequant.fp8(weight, scales).double().unflatten(0, (groups, -1)),
+    ).flatten(1)
+    error = (result.double() - expected).norm(dim=1) / expected.norm(dim=1)
+    limit = 2**-8 if dtype is BF16 else 1e-5
+    assert expected.abs().max() > 0.01 and error.max() <= limit, f"relative error {error.max()}"
+
+
+@pytest.mark.gpu((8, 0))
+@pytest.mark.parametrize("tokens", [1, 8, 64, 256])
+@pytest.mark.parametrize("name", LINEARS)
+def test_a_replay_equals_eager(name, tokens):
+    """On other tokens than were captured, bit for bit; and so do the BF16 weights."""
+    x, weight, scales, groups = real_inputs(name, tokens)
+    dense, static = kernels.dequantised(weight, scales), torch.zeros_like(x)
+
+    def call(inputs):
+        found = [kernels.linear_fp8(inputs, weight, scales, dtype=BF16, groups=groups)]
+        return found if groups > 1 else [*found, kernels.linear(inputs, dense, dtype=FP32)]
+
+    call(static)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = call(static)
+    static.copy_(x)
+    graph.replay()
+    for replayed, eager in zip(results, call(x), strict=True):
+        assert replayed.abs().max() > 0 and torch.equal(replayed, eager)
