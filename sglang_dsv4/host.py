@@ -87,6 +87,12 @@ def has_headers() -> bool:
     return get_model().load_format in WITH_HEADERS and checkpoint_folder().is_dir()
 
 
+def context_length() -> int | None:
+    """Tokens that a request may have, where the user said so."""
+    length: int | None = get_model().context_length
+    return length
+
+
 def loads_dummies() -> bool:
     """Whether the host fills the model with random weights instead of loading any."""
     return bool(get_model().load_format == "dummy")

@@ -1,10 +1,12 @@
 """Builds just-in-time caches before a server needs them, and remembers for what.
 
 Which kernels a model launches, and in which variants, is found by running it on tensors without
-values, where a launch is only noted: nothing is computed, and no weights are needed.
+values, where a launch is only noted: nothing is computed, and no weights are needed. Triton
+compiles several at a time.
 """
 
 import contextlib
+import functools
 import hashlib
 import importlib
 import importlib.util
@@ -12,6 +14,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from itertools import cycle
@@ -37,6 +40,9 @@ DECODES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256)
 # ... and the new tokens of a prefill, some of which are no multiples of 16.
 PREFILLS = (3, 17, 100, 128, 257, 512, 1001, 2048, 4096, 8192)
 MANIFEST = "sglang_dsv4_warm.json"
+# Providers that can be run on tensors without values in a process that serves afterwards: others
+# would keep some of these tensors.
+LEAVE_NO_TRACE = frozenset({"triton", "cublas", "flashmla"})
 Builder = tuple[str, Callable[[], Any]]  # what it builds, and the call that does
 
 
@@ -111,8 +117,9 @@ class Launch:
         values = [*self.arguments, *self.options.items()]
         return (self.kernel.__name__, *(_class_of(value) for value in values))
 
-    def compile(self) -> None:
-        self.kernel.warmup(*self.arguments, grid=(1,), **self.options)
+    def compile(self) -> Any:
+        """The compiled kernel, or what waits for it where others are compiled beside it."""
+        return self.kernel.warmup(*self.arguments, grid=(1,), **self.options)
 
 
 def _class_of(value: Any) -> Any:
@@ -228,12 +235,15 @@ def recorded() -> Iterator[dict[tuple[Any, ...], Launch]]:
 
 def builders(target: Target) -> list[Builder]:
     """All that is built for the target, with names for a progress bar."""
-    found: list[Builder] = [
-        (launch.kernel.__name__.strip("_"), launch.compile) for launch in launches(target)
-    ]
+    found = kernel_builders(target)
     if target.ops.providers["sparse_attention"] == "flashinfer":
         found.append(("FlashInfer MLA", lambda: _plan(target)))
     return [*found, *host_builders()]
+
+
+def kernel_builders(target: Target) -> list[Builder]:
+    """Our own kernels."""
+    return [(launch.kernel.__name__.strip("_"), launch.compile) for launch in launches(target)]
 
 
 def host_builders() -> list[Builder]:
@@ -271,20 +281,45 @@ class Warmed:
 
 
 def warm(target: Target, builders: Sequence[Builder], step: Callable[[str], None]) -> Warmed:
-    """Build everything, and note it in the manifest. step: called with a name before each."""
-    start, failed = time.monotonic(), {}
-    for name, build_it in builders:
-        step(name)
-        try:
-            build_it()
-        except Exception as error:  # what is missing compiles later, when it is needed
-            failed[name] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    """Build everything, and note it in the manifest. step: see `build_all`."""
+    start = time.monotonic()
+    failed = build_all(builders, step)
     done = Warmed(
         target.key(), len(builders) - len(failed), failed, round(time.monotonic() - start, 1)
     )
     if not failed:
         _remember(done)
     return done
+
+
+def build_all(builders: Sequence[Builder], step: Callable[[str], None]) -> dict[str, str]:
+    """Builds everything, kernels beside each other: name -> why it failed, of what did.
+
+    step: called with each name before it is waited for. What failed compiles later, when it is
+    needed.
+    """
+    triton, failed = importlib.import_module("triton"), {}
+    with ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
+        for name, finish in [(name, _begin(build_it)) for name, build_it in builders]:
+            step(name)
+            try:
+                finish()
+            except Exception as error:
+                failed[name] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return failed
+
+
+def _begin(build_it: Callable[[], Any]) -> Callable[[], Any]:
+    """Starts to build: what waits for the end, and raises what went wrong."""
+
+    def fail(error: Exception) -> None:
+        raise error
+
+    try:
+        begun = build_it()
+    except Exception as error:
+        return functools.partial(fail, error)
+    return getattr(begun, "result", lambda: None)
 
 
 # ---- what is warm ----

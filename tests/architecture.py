@@ -50,8 +50,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("graph_safety_trace", "convert_config", "inspection"),
     ),
     ("model", "convert_files"),
+    ("warmup",),
     (
-        *("served", "cli_make_tiny", "graph_safety_step", "convert", "warmup"),
+        *("served", "cli_make_tiny", "graph_safety_step", "convert"),
         *("inspect_plot", "doctor_checkpoint"),
     ),
     ("graph_safety_device", "bench_step"),

@@ -1,13 +1,22 @@
 """The class that SGLang's model registry finds under the architecture name of checkpoints."""
 
 import logging
+import time
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
-from sglang_dsv4 import checkpoint, expert_storage, host, linear_storage, precision, weights
+from sglang_dsv4 import (
+    checkpoint,
+    expert_storage,
+    host,
+    linear_storage,
+    precision,
+    warmup,
+    weights,
+)
 from sglang_dsv4.backends import Machine, choose, pack_experts
 from sglang_dsv4.config import DSV4Config
 from sglang_dsv4.expert_storage import ExpertStorage
@@ -42,7 +51,8 @@ class DeepseekV4ForCausalLM(nn.Module):
         for note in storage.notes if self.parallel.rank == 0 else ():
             logger.warning("sglang-dsv4: %s", note)
         fp8 = self._linear_storage(host.raw_config(config)).fp8
-        self.model = Model(self.config, chosen, self.ops, self.parallel, storage.groups, fp8)
+        self.storages = storage.groups, fp8
+        self.model = Model(self.config, chosen, self.ops, self.parallel, *self.storages)
         self.head = Weight(self.config.vocab_size // self.parallel.size, self.config.hidden_size)
         self.logits_processor = host.logits_processor(config)
 
@@ -92,11 +102,43 @@ class DeepseekV4ForCausalLM(nn.Module):
         )
         pack_experts(self.ops, self.model)
         logger.info("sglang-dsv4 weights: %s", report)
+        self._compile_kernels()
 
     def post_load_weights(self) -> None:
         """Called by the host where it did not call `load_weights`."""
         if host.loads_dummies():
             pack_experts(self.ops, self.model)
+            self._compile_kernels()
+
+    def _compile_kernels(self) -> None:
+        """All variants at once, before the host captures one batch size after the other. What
+        fails, or is not found here, compiles when it is needed; other ranks find rank 0's."""
+        if self.ops.machine.device == "cpu" or self.parallel.rank:
+            return
+        if others := sorted(set(self.ops.providers.values()) - warmup.LEAVE_NO_TRACE):
+            logger.info("sglang-dsv4: kernels compile when needed, beside %s", ", ".join(others))
+            return
+        start, (groups, fp8) = time.monotonic(), self.storages
+        target = warmup.Target(
+            config=self.config,
+            ops=self.ops,
+            precision=self.chosen,
+            parallel=self.parallel,
+            context=host.context_length() or self.config.max_position_embeddings,
+            dtype=self.head.weight.dtype,
+            expert_groups=groups,
+            fp8=frozenset().union(*fp8.values()),
+        )
+        try:
+            kernels = warmup.kernel_builders(target)
+            failed = warmup.build_all(kernels, lambda name: None)
+        except Exception:
+            logger.warning("sglang-dsv4: kernels compile when they are needed", exc_info=True)
+            return
+        taken = round(time.monotonic() - start, 1)
+        logger.info("sglang-dsv4: %d kernel variants ready in %s s", len(kernels), taken)
+        for name, reason in failed.items():
+            logger.warning("sglang-dsv4: %s compiles when it is needed: %s", name, reason)
 
 
 EntryClass = DeepseekV4ForCausalLM
