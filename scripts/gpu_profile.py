@@ -15,18 +15,17 @@ from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from sglang_dsv4.backends import Machine, choose
+from sglang_dsv4.bench_step import make_step
 from sglang_dsv4.cli_make_tiny import shipped_config
 from sglang_dsv4.config import DSV4Config
+from sglang_dsv4.dequant import MXFP4_GROUP
 from sglang_dsv4.graph_safety_device import provider_names
-from sglang_dsv4.graph_safety_step import CONTEXT, DecodeStep, SmallLM, caches, decode_batch
-from sglang_dsv4.parallel import Parallel
-from sglang_dsv4.parameters import default_dtype
+from sglang_dsv4.graph_safety_step import DecodeStep
 from sglang_dsv4.precision import parse
 from sglang_dsv4.settings import Settings
 
 STEPS = 20
 LENGTH = 900  # tokens of each request
-EXPERTS = 64  # of 256: enough that a token's experts are spread, and small enough for a start
 KINDS = {"SWA": 0, "CSA": 4, "HCA": 128}
 
 
@@ -54,7 +53,7 @@ def profile_part(run: Run) -> dict[str, Any]:
     """Rows: layer kind, batch, launches, microseconds; then the kernels of each kind."""
     table: list[list[Any]] = [["layer", "batch", "launches", "us a layer"]]
     kernels: dict[str, Any] = {}
-    for batch in (1, 64) if run.on_gpu else (2,):
+    for batch in (1, 16, 64) if run.on_gpu else (2,):
         base = counted(run, [0], 0, batch)
         found = {
             "SWA, hash-routed": counted(run, [0, 0], 2, batch) - counted(run, [0], 1, batch),
@@ -108,23 +107,18 @@ def counted(run: Run, ratios: list[int], hashed: int, batch: int) -> Counted:
 
 
 def made_step(run: Run, ratios: list[int], hashed: int, batch: int) -> DecodeStep:
-    """A step at Flash's widths, or on a CPU at the tiny model's, with random weights."""
+    """A step at Flash's widths with its experts in MXFP4, or on a CPU at the tiny model's in BF16,
+    with random weights that spread tokens over experts."""
     raw = shipped_config("flash-2l" if run.on_gpu else "tiny", "bfloat16") | {
         "num_hidden_layers": len(ratios),
         "num_hash_layers": hashed,
         "compress_ratios": [*ratios, 0],
-        "n_routed_experts": EXPERTS if run.on_gpu else 8,
+        "n_routed_experts": 256 if run.on_gpu else 8,
         "vocab_size": 1024,
     }
-    config, device = DSV4Config.from_dict(raw), run.device
-    machine = Machine.probe(device)
-    ops = choose(machine, provider_names(machine, Settings.read().ops))
-    with default_dtype(torch.bfloat16), torch.device(device):
-        lm = SmallLM(config, ops, parse(""), Parallel())
-    generator = torch.Generator(device).manual_seed(0)
-    for parameter in lm.parameters():
-        with torch.no_grad():
-            parameter.uniform_(-0.02, 0.02, generator=generator)
-    assert LENGTH < CONTEXT
-    made = caches(config, batch, device, torch.bfloat16)
-    return DecodeStep(lm, config.sliding_window, made, decode_batch([LENGTH] * batch), device)
+    settings, machine = Settings.read(), Machine.probe(run.device)
+    ops = choose(machine, provider_names(machine, settings.ops))
+    group = MXFP4_GROUP if run.on_gpu else None
+    return make_step(
+        DSV4Config.from_dict(raw), ops, parse(settings.precision), batch, LENGTH, group
+    )
