@@ -218,7 +218,7 @@ def test_at_real_shapes(name, tokens, dtype):
         dequant.fp8(weight, scales).double().unflatten(0, (groups, -1)),
     ).flatten(1)
     error = (result.double() - expected).norm(dim=1) / expected.norm(dim=1)
-    limit = 2**-8 if dtype is BF16 else 1e-5
+    limit = 2**-8 if dtype is BF16 else 2e-5  # of 8,192 terms, whose sums tensor cores cut off
     assert expected.abs().max() > 0.01 and error.max() <= limit, f"relative error {error.max()}"
 
 
