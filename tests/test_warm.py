@@ -3,6 +3,7 @@
 Nothing is compiled here: that needs a GPU. What is found is compared with what a model launches.
 """
 
+import functools
 import json
 import sys
 from collections.abc import Sequence
@@ -322,3 +323,84 @@ def test_a_second_warm_up_finds_everything(cache: Path, flash: DSV4Config) -> No
     for launch in warmup.launches(chosen, decodes=(1, 64), prefills=(1001,)):
         launch.compile()
     assert sum(1 for _ in cache.rglob("*.cubin")) == count
+
+
+# ---- in a server ----
+
+
+def compiled_by_a_server(
+    monkeypatch: pytest.MonkeyPatch, flash: DSV4Config, build: Any, **changes: Any
+) -> list[str]:
+    """Names of what a served model builds once its weights are there; build: of `build_all`."""
+    from sglang_dsv4 import host
+    from sglang_dsv4.served.deepseek_v4 import DeepseekV4ForCausalLM
+
+    begun: list[str] = []
+
+    def build_all(builders: Sequence[warmup.Builder], step: Any) -> dict[str, str]:
+        begun.extend(name for name, _ in builders)
+        result: dict[str, str] = build()
+        return result
+
+    monkeypatch.setattr(warmup, "build_all", build_all)
+    monkeypatch.setattr(host, "context_length", lambda: None)
+    ops = ops_by("triton")
+    machine = replace(ops.machine, device=changes.pop("device", "cuda"))
+    providers = {**ops.providers, **changes.pop("providers", {})}
+    # Tensors without values lie on the CPU here.
+    monkeypatch.setattr(warmup, "launches", functools.partial(on_cpu, warmup.launches))
+    model = SimpleNamespace(
+        config=flash,
+        ops=replace(ops, machine=machine, providers=providers),
+        chosen=precision.parse(""),
+        parallel=Parallel(**changes),
+        head=SimpleNamespace(weight=torch.empty(0, dtype=torch.bfloat16)),
+        storages=({0: 32, 2: 16}, {}),
+    )
+    DeepseekV4ForCausalLM._compile_kernels(model)
+    return begun
+
+
+def on_cpu(find: Any, made: Target) -> list[Launch]:
+    found: list[Launch] = find(replace(made, ops=ops_by("triton")), decodes=(1,), prefills=(128,))
+    return found
+
+
+def test_a_server_compiles_before_it_captures(
+    flash: DSV4Config, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    begun = compiled_by_a_server(monkeypatch, flash, lambda: {"attention_kernel": "too large"})
+    assert {"attention_kernel", "grouped_product_fp4_kernel"} <= set(begun)
+    assert f"{len(begun)} kernel variants ready in" in caplog.text
+    assert "attention_kernel compiles when it is needed: too large" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"device": "cpu"}, ""),
+        ({"rank": 1, "size": 2}, ""),
+        ({"providers": {"swiglu": "reference"}}, "compile when needed, beside reference"),
+    ],
+)
+def test_where_a_server_compiles_nothing_ahead(
+    flash: DSV4Config,
+    changes: dict[str, Any],
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    assert compiled_by_a_server(monkeypatch, flash, dict, **changes) == []
+    assert told in caplog.text
+
+
+def test_a_server_that_cannot_compile_ahead_goes_on(
+    flash: DSV4Config, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> dict[str, str]:
+        raise RuntimeError("no compiler")
+
+    assert compiled_by_a_server(monkeypatch, flash, fail)
+    assert "kernels compile when they are needed" in caplog.text and "no compiler" in caplog.text
