@@ -71,7 +71,7 @@ def _fill_weight(name: str, tensor: Any, generator: Any) -> None:
     stacked = tensor.ndim == 3  # of experts
     if tensor.dtype in (torch.int8, torch.uint8) and stacked:  # two four-bit codes in a byte
         tensor.view(torch.uint8).random_(0, 256, generator=generator)
-    elif tensor.dtype is torch.float8_e4m3fn:
+    elif tensor.dtype is torch.float8_e4m3fn or name.endswith(".codes"):
         for part in tensor.view(torch.uint8).flatten().split(1 << 28):
             part.random_(0, 256, generator=generator)
             part &= 0xBF  # below 2, and no NaN

@@ -33,7 +33,9 @@ class Variant:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-_FOUR_BITS = {"SGLANG_DSV4_PRECISION": "routed_experts=fp4"}  # or an error, never BF16 unseen
+# Or an error, never BF16 unseen.
+_FOUR_BITS = {"SGLANG_DSV4_PRECISION": "routed_experts=fp4"}
+_AND_EIGHT = {"SGLANG_DSV4_PRECISION": "routed_experts=fp4,linears=fp8"}
 VARIANTS: Mapping[str, Variant] = MappingProxyType(
     {
         # What SGLang takes for the release: FP8 and MXFP4 experts.
@@ -41,6 +43,7 @@ VARIANTS: Mapping[str, Variant] = MappingProxyType(
         # SGLang tells FP8 experts by the files, which dummies have none of: so by its own switch.
         "builtin-fp8": Variant(False, "fp8-base", 1, {"SGLANG_DSV4_FP4_EXPERTS": "0"}),
         "ours-mxfp4": Variant(True, "vendor", 17 / 32, _FOUR_BITS),
+        "ours-mxfp4-fp8": Variant(True, "vendor", 17 / 32, _AND_EIGHT),
         "ours-nvfp4": Variant(True, "nvfp4-experts", 9 / 16, _FOUR_BITS),
         "ours-bf16": Variant(True, "bf16", 2),
     }

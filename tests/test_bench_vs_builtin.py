@@ -70,15 +70,18 @@ def test_a_variant_is_a_config_and_an_environment(name: str, tmp_path: Path) -> 
     variant, raw = plan.VARIANTS[name], plan.raw_config("tiny")
     plan.write_folder(tmp_path, raw, variant)
     config = json.loads((tmp_path / "config.json").read_text())
-    four_bits = {"builtin-fp4": "fp4", "ours-mxfp4": "fp4", "ours-nvfp4": "fp4"}
-    wanted = four_bits.get(name, "fp8" if name == "builtin-fp8" else None)
+    wanted = {"builtin-fp8": "fp8", "ours-bf16": None}.get(name, "fp4")
     assert config.get("expert_dtype") == wanted
     assert (tmp_path / "hf_quant_config.json").exists() == (name == "ours-nvfp4")
     assert (tmp_path / "tokenizer.json").exists() and config["vocab_size"] == raw["vocab_size"]
     changed = plan.environment(variant)
     assert changed["SGLANG_PLUGINS"] == ("" if name.startswith("ours") else "__none__")
-    fp4 = name in ("ours-mxfp4", "ours-nvfp4")
-    assert changed["SGLANG_DSV4_PRECISION"] == ("routed_experts=fp4" if fp4 else "")
+    kept = {
+        "ours-mxfp4": "routed_experts=fp4",
+        "ours-nvfp4": "routed_experts=fp4",
+        "ours-mxfp4-fp8": "routed_experts=fp4,linears=fp8",
+    }
+    assert changed["SGLANG_DSV4_PRECISION"] == kept.get(name, "")
 
 
 def test_points_and_their_pool() -> None:
@@ -113,6 +116,7 @@ class Toy(nn.Module):
             "ape": torch.full((4, 32), 1e-3),
             "wq.weight": torch.zeros(8, 32).to(torch.float8_e4m3fn),
             "wq.weight_scale_inv": torch.ones(1, 1),
+            "wo.codes": torch.full((32, 16), 0x38, dtype=torch.uint8),
             "experts.w13_weight": torch.zeros(2, 8, 16, dtype=torch.int8),
             "experts.w13": torch.zeros(16, 8, 32, dtype=torch.bfloat16),
             "w2.codes": torch.zeros(2, 8, 16, dtype=torch.uint8),
@@ -140,8 +144,9 @@ def test_dummy_weights_tell_tokens_apart_and_use_every_expert() -> None:
     assert (held["attn_norm.weight"] == 1).all()
     for name in ("attn_sink", "ape"):  # SGLang's
         assert (held[name] == 1e-3).all()
-    fp8 = held["wq.weight"].float()
-    assert fp8.isfinite().all() and fp8.abs().max() < 2 and fp8.unique().numel() > 50
+    for fp8 in (held["wq.weight"], held["wo.codes"].view(torch.float8_e4m3fn)):
+        values = fp8.float()
+        assert values.isfinite().all() and values.abs().max() < 2 and values.unique().numel() > 50
     assert (held["wq.weight_scale_inv"] == 2**-6).all() and (held["w2.factors"] == 1).all()
     assert (held["w2.scales"] == 0x08).all() and (held["w3.scales"] == 0x79).all()
     for name in ("experts.w13_weight", "w2.codes"):
