@@ -14,7 +14,8 @@ class FP4Matrices(nn.Module):
 
     codes   [E, N, K/2] uint8: two codes in a byte; as a checkpoint has them, the even input in the
             lower half, until a provider packs them anew (`pack`).
-    scales  [E, N, K/group] uint8: E4M3 where the group is 16 (NVFP4), UE8M0 where it is 32 (MXFP4).
+    scales  [E, N, K/group] uint8: E4M3 where the group is 16 (NVFP4), UE8M0 where it is 32 (MXFP4);
+            until they are packed, too.
     factors [E, parts] fp32: of each of `parts` equal blocks of rows; 1 in MXFP4.
 
     A value is code times scale times factor: as in `dequant`, but that the factor of a

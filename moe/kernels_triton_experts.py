@@ -321,7 +321,7 @@ def _grouped_product_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One block of pairs of one expert, one tile of columns; see _multiply and Blocks.
+    """One block of pairs of one expert, one tile of columns; see Grouped.multiply and Blocks.
 
     Rows beyond a block's pairs compute token 0 and are not stored. Neighbouring programs share
     their rows, and blocks of one expert follow each other, so that its weights are read once.

@@ -46,7 +46,7 @@ class Bounds:
     ties: Any
 
 
-# Stated before anything ran on a GPU. In BF16 a stream meets about ten roundings in a layer,
+# In BF16 a stream meets about ten roundings in a layer,
 # weights included, each of 2^-9 / sqrt(3) at random: 2^-8 together, and four times that at worst.
 # The reference in BF16 on a CPU gave 0.011 at worst (and 0.006 in the median), and 95 % of entries
 # alike; index scores that fell the other way were up to 0.13 apart (a rounding moves some values of

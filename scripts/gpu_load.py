@@ -1,6 +1,6 @@
 """The part `load` of gpu_acceptance.py: one small server, and everything at once.
 
-Said beforehand, for a model in BF16 that adds in another order in another batch: under load an
+A model in BF16 adds in another order in another batch. So under load an
 answer may part from the one that the idle server gave only where there the two best tokens were
 less than TIE = 0.6 apart in their logits, and everything after such a step goes unchecked. At the
 same composition of a batch not one bit may differ.
@@ -222,14 +222,13 @@ class Load:
         self.checks.add("answers from cached prefixes", hits > 0, f"{hits} of {len(said)}")
         self.checks.add("retractions", retracted > 0, f"{retracted}")
         self.checks.add(
-            "evictions",
+            "more pages than there is room for",
             inserted > room,
-            f"at least {inserted - room}: {inserted} distinct pages, room for {room}",
+            f"{inserted} distinct pages were to be cached, room for {room}",
         )
 
     def _aborts(self, asked: Sequence[Job], said: Sequence[Reply | str]) -> None:
-        """Those by /abort_request say so; what was aborted by its client must not have been run to
-        its end, which would have taken RUNS_ON tokens more."""
+        """Those by /abort_request say so; the others' clients went while the answer came."""
         ends = Counter(
             (job.how, (one.meta["finish_reason"] or {"type": "streaming"})["type"])
             for job, one in zip(asked, said, strict=True)
@@ -276,6 +275,7 @@ class Load:
         """The same prompt alone, among its copies, and among others."""
         largest = max(self.scale.batches)
         some = self._some(largest)
+        assert len(some) == largest, (len(some), largest)
         alone = [self.alone(case, 32) for case in some]
         self.details["spread"] = {}
         for name, ones in (("copies", [len(some) // 2] * largest), ("others", range(len(some)))):

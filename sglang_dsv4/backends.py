@@ -228,11 +228,11 @@ def prepare_attention(
 
 def pack_experts(ops: Ops, model: nn.Module) -> None:
     """Have the provider of routed_experts_fp4 order the codes in `model` as it reads them, in
-    place, one stack of matrices after the other. Once, after they were loaded."""
+    place, one stack of matrices after the other, after they were loaded."""
     module = importlib.import_module(ops.routed_experts_fp4.__module__)
     if hasattr(module, "pack"):
         for part in model.modules():
-            if isinstance(part, FP4Matrices):
+            if isinstance(part, FP4Matrices) and not part.packed:
                 module.pack(part)
 
 

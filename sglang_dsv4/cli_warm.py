@@ -44,7 +44,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "pro": ("pro-2l", {"n_routed_experts": 384}),
     "tiny": ("tiny", {}),
 }
-RELEASED = ("flash", "pro")  # with experts in MXFP4
+RELEASED = ("flash", "pro")  # with experts in MXFP4, and FP8
 NANO = Path(__file__).parent / "nano"
 # Layers of the full models, one of each kind.
 _LAYERS = {"num_hidden_layers": 3, "num_hash_layers": 1, "compress_ratios": [0, 4, 128, 0]}
@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
     machine = Machine.probe()
     if machine.device == "cpu":
         if arguments.json:
-            print(json.dumps({"ok": True, "device": "cpu", "built": 0, "failed": {}}))
+            print(json.dumps({"ok": True, "device": "cpu", "built": 0, "failed": []}))
         else:
             print("nothing needs warming: no GPU here, and on a CPU no kernel is compiled")
         return 0
@@ -205,6 +205,6 @@ def warm_up(target: "Target", as_json: bool) -> int:
     else:
         ready = f"{done.built} of {len(builders)} ready in {done.seconds} s"
         print(f"{ready} on {target.ops.machine.name}")
-        for name, reason in done.failed.items():
+        for name, reason in done.failed:
             print(f"  {name} failed: {reason}")
     return BUILD_FAILED if done.failed else 0

@@ -1,4 +1,4 @@
-"""Linear layers for few tokens as Triton kernels: weights in FP8 blocks (W8A16), or in BF16.
+"""Linear layers for few tokens as Triton kernels, with weights in FP8 blocks (W8A16).
 
 `reference.py` is the definition. Weights are the left operand, so that a tile is as many of their
 rows as tensor cores want, and as few tokens as there are. FP8 codes become BF16 in registers,
@@ -58,18 +58,7 @@ def linear_fp8(
     if x.shape[0] > _MOST_TOKENS:
         return _dense_product(x, dequantised(weight, scales), dtype, groups)
     codes = weight.contiguous().view(torch.uint8)
-    return _product(x, codes, scales.contiguous(), dtype, groups)
-
-
-def linear(x: torch.Tensor, weight: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
-    """A linear layer whose weight is in BF16.
-
-    x      [T, K] float: rounded to BF16 first.
-    weight [N, K] bf16: the rows of the result's columns.
-    dtype  of the result.
-    Returns [T, N], summed in fp32 and rounded once. Source: spec 4.2.
-    """
-    return _product(x.to(torch.bfloat16).contiguous(), weight.contiguous(), None, dtype, 1)
+    return _tiled_product(x, codes, scales.contiguous(), dtype, groups)
 
 
 def dequantised(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -101,8 +90,8 @@ class Tiles:
     stages: int
 
 
-def tiles_for(tokens: int, value_bytes: int) -> Tiles:
-    """All within 99 KiB of shared memory. value_bytes: of a value of the weight.
+def tiles_for(tokens: int) -> Tiles:
+    """All within 99 KiB of shared memory.
 
     Up to 64 tokens the weight is what takes time: 8 to 16 KiB of it at a time, with two such loads
     under way in each of several programs on a multiprocessor. Two warps take no part in Hopper's
@@ -114,7 +103,7 @@ def tiles_for(tokens: int, value_bytes: int) -> Tiles:
     if tokens <= 32:
         return Tiles(rows=64, tokens=32, depth=128, warps=2, stages=4)
     if tokens <= 64:
-        return Tiles(rows=128, tokens=64, depth=128 // value_bytes, warps=8, stages=3)
+        return Tiles(rows=128, tokens=64, depth=128, warps=8, stages=3)
     return Tiles(rows=128, tokens=128, depth=64, warps=8, stages=3)
 
 
@@ -130,16 +119,16 @@ def slice_depth_for(tokens: int, width: int, depth: int, tiles: Tiles) -> int:
     return triton.cdiv(blocks, max(slices, 1)) * FP8_BLOCK
 
 
-def _product(
+def _tiled_product(
     x: torch.Tensor,
     weight: torch.Tensor,
-    scales: torch.Tensor | None,
+    scales: torch.Tensor,
     dtype: torch.dtype,
     groups: int,
 ) -> torch.Tensor:
-    """x [T, groups * K] bf16; weight [N, K] bytes with scales, or bf16 without."""
+    """As linear_fp8; x in bf16, weight as bytes."""
     tokens, (width, depth) = x.shape[0], weight.shape
-    tiles = tiles_for(tokens, weight.element_size())
+    tiles = tiles_for(tokens)
     result = torch.empty(tokens, width, dtype=dtype, device=x.device)
     if tokens == 0:
         return result
@@ -274,9 +263,8 @@ def _linear_kernel(
     x_tile = x + (line * depth + begin)[None, :] + k[:, None]
     read = tl.minimum(row, width - 1).to(tl.int64)  # the last row again, where there is none
     weight_tile = weight + (read * depth + begin)[:, None] + k[None, :]
-    if scales is not None:
-        scales += (first_row // _BLOCK) * tl.cdiv(depth, _BLOCK)
-        scale = tl.load(scales + begin // _BLOCK)
+    scales += (first_row // _BLOCK) * tl.cdiv(depth, _BLOCK)
+    scale = tl.load(scales + begin // _BLOCK)
     total = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     for first in range(begin, end, BLOCK_K):
         if WHOLE:
@@ -286,13 +274,10 @@ def _linear_kernel(
             inside = first + k < end
             values = tl.load(weight_tile, mask=inside[None, :], other=0)
             inputs = tl.load(x_tile, mask=inside[:, None] & there[None, :], other=0.0)
-        if scales is not None:
-            # The next one: it is under way while this tile is multiplied.
-            following = tl.load(scales + tl.minimum(first + BLOCK_K, end - 1) // _BLOCK)
-            total += tl.dot(_e4m3_values(values), inputs) * scale
-            scale = following
-        else:
-            total = tl.dot(values, inputs, total)
+        # The next one: it is under way while this tile is multiplied.
+        following = tl.load(scales + tl.minimum(first + BLOCK_K, end - 1) // _BLOCK)
+        total += tl.dot(_e4m3_values(values), inputs) * scale
+        scale = following
         x_tile += BLOCK_K
         weight_tile += BLOCK_K
     line = part.to(tl.int64) * tokens + token

@@ -121,6 +121,14 @@ class Launch:
         """The compiled kernel, or what waits for it where others are compiled beside it."""
         return self.kernel.warmup(*self.arguments, grid=(1,), **self.options)
 
+    def forget(self) -> None:
+        """Drop variants that did not compile: Triton would raise the same error at each launch."""
+        waiting = importlib.import_module("triton").FutureKernel
+        for kernels, *_ in self.kernel.device_caches.values():
+            for key, kernel in list(kernels.items()):
+                if isinstance(kernel, waiting) and kernel.kernel is None:
+                    del kernels[key]
+
 
 def _class_of(value: Any) -> Any:
     if isinstance(value, int) and not isinstance(value, bool):
@@ -164,7 +172,8 @@ def _model(target: Target, config: DSV4Config, storages: Sequence[int | None]) -
     in_turns = zip(range(config.num_hidden_layers), cycle(storages), strict=False)
     groups = {layer: group for layer, group in in_turns if group is not None}
     fp8 = dict.fromkeys(range(config.num_hidden_layers), target.fp8)
-    model = Model(config, target.precision, target.ops, target.parallel, groups, fp8)
+    alone = Parallel(target.parallel.rank, target.parallel.size)  # no other rank is waited for
+    model = Model(config, target.precision, target.ops, alone, groups, fp8)
     for part in model.modules():
         if isinstance(part, FP4Matrices):
             part.packed = True  # what `pack` reads has no values here
@@ -235,15 +244,14 @@ def recorded() -> Iterator[dict[tuple[Any, ...], Launch]]:
 
 def builders(target: Target) -> list[Builder]:
     """All that is built for the target, with names for a progress bar."""
-    found = kernel_builders(target)
+    found = _builders_of(launches(target))
     if target.ops.providers["sparse_attention"] == "flashinfer":
         found.append(("FlashInfer MLA", lambda: _plan(target)))
     return [*found, *host_builders()]
 
 
-def kernel_builders(target: Target) -> list[Builder]:
-    """Our own kernels."""
-    return [(launch.kernel.__name__.strip("_"), launch.compile) for launch in launches(target)]
+def _builders_of(found: Sequence[Launch]) -> list[Builder]:
+    return [(launch.kernel.__name__.strip("_"), launch.compile) for launch in found]
 
 
 def host_builders() -> list[Builder]:
@@ -272,11 +280,12 @@ def _sampling() -> None:
 
 @dataclass(frozen=True)
 class Warmed:
-    """What a run of `warm` did: how much was built, what failed and why, in how many seconds."""
+    """What a run of `warm` did: how much was built, what failed (name and reason), in how many
+    seconds."""
 
     key: str
     built: int
-    failed: Mapping[str, str]
+    failed: Sequence[tuple[str, str]]
     seconds: float
 
 
@@ -292,31 +301,49 @@ def warm(target: Target, builders: Sequence[Builder], step: Callable[[str], None
     return done
 
 
-def build_all(builders: Sequence[Builder], step: Callable[[str], None]) -> dict[str, str]:
-    """Builds everything, kernels beside each other: name -> why it failed, of what did.
+def compile_ahead(target: Target) -> Warmed:
+    """`warm` for our own kernels, in a process that launches them afterwards: what failed is
+    compiled again then."""
+    found = launches(target)
+    done = warm(target, _builders_of(found), lambda name: None)
+    for launch in found if done.failed else ():
+        launch.forget()
+    return done
 
-    step: called with each name before it is waited for. What failed compiles later, when it is
-    needed.
+
+def build_all(
+    builders: Sequence[Builder], step: Callable[[str], None]
+) -> Sequence[tuple[str, str]]:
+    """Builds everything, kernels beside each other: name and reason of what failed.
+
+    step: called with each name before it is built or waited for.
     """
-    triton, failed = importlib.import_module("triton"), {}
+    triton, failed = importlib.import_module("triton"), []
     with ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
-        for name, finish in [(name, _begin(build_it)) for name, build_it in builders]:
+        begun = [_begin(build) if _is_kernel(build) else None for _, build in builders]
+        for (name, build), finish in zip(builders, begun, strict=True):
             step(name)
             try:
-                finish()
+                (finish or _begin(build))()
             except Exception as error:
-                failed[name] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                failed.append((name, reason))
     return failed
 
 
-def _begin(build_it: Callable[[], Any]) -> Callable[[], Any]:
+def _is_kernel(build: Callable[[], Any]) -> bool:
+    """Whether it only begins to build, and Triton goes on."""
+    return isinstance(getattr(build, "__self__", None), Launch)
+
+
+def _begin(build: Callable[[], Any]) -> Callable[[], Any]:
     """Starts to build: what waits for the end, and raises what went wrong."""
 
     def fail(error: Exception) -> None:
         raise error
 
     try:
-        begun = build_it()
+        begun = build()
     except Exception as error:
         return functools.partial(fail, error)
     return getattr(begun, "result", lambda: None)

@@ -3,7 +3,7 @@
 Which tensors there are, how they may be called and where they go stands in `tensor_table`, how a
 weight may be stored in `formats`. Each must come exactly once, and each that comes must be used or
 be skipped by name: `ledger` keeps the account. Quantised weights become dense while they load, but
-for routed experts that the model holds in four bits.
+for routed experts in four bits and matrices in FP8 that the model holds so.
 """
 
 import logging
@@ -155,8 +155,8 @@ def load(
     """Copies each tensor of a stream into `model`, without holding on to it.
 
     A quantised weight is dequantised when the last of its scales has come, or copied as it is to
-    FP4Matrices, so what is held at a time is the weights that wait. Of what ranks divide only this
-    rank's blocks are read.
+    FP4Matrices or FP8Rows, so what is held at a time is the weights that wait. Of what ranks divide
+    only this rank's blocks are read.
 
     model: parameters (and integer buffers) as `tensor_table` says, this rank's share of each; in
     the place of experts' parameters FP4Matrices, not packed any more.
@@ -318,13 +318,13 @@ def _targets(model: nn.Module, ledger: Ledger, size: int) -> dict[str, Target]:
         experts = () if slot.expert is None else (ledger.config.n_routed_experts,)
         shapes[slot.parameter] = (*experts, *shape)
         kept[slot.parameter] = slot.row.kept
-    packed = {name: one for name, one in model.named_modules() if isinstance(one, FP4Matrices)}
-    for matrices in packed.values():
+    stacks = {name: one for name, one in model.named_modules() if isinstance(one, FP4Matrices)}
+    for matrices in stacks.values():
         matrices.packed = False
     kinds = (FP4Matrices, FP8Matrix)
     held = {name: one for name, one in model.named_modules() if isinstance(one, kinds)}
     parts = {f"{name}.{part}" for name, one in held.items() for part, _ in one.named_parameters()}
-    found: dict[str, Target] = {**packed, **named_rows(model)}
+    found: dict[str, Target] = {**stacks, **named_rows(model)}
     found |= {name: one for name, one in named_weights(model).items() if name not in parts}
     found |= {name: buffer for name, buffer in model.named_buffers() if name in shapes}
     differ = sorted(found.keys() ^ shapes.keys())

@@ -49,8 +49,8 @@ SELECTIONS = (
     Selection("test_mhc_post.py"),
     Selection(
         "test_linear_fp8.py",
-        select="(triton or weights_in_bf16 or dequantised)",
-        thorough="(triton or weights_in_bf16 or dequantised)",
+        select="(triton or dequantised)",
+        thorough="(triton or dequantised)",
     ),
     Selection("test_mhc_head.py", select="triton and not mix and not transformers"),
     Selection(

@@ -86,7 +86,7 @@ def _ways(
         return setup
 
     def by_tiles(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        return kernels._product(x, weight.view(torch.uint8), scales, BF16, groups)
+        return kernels._tiled_product(x, weight.view(torch.uint8), scales, BF16, groups)
 
     def dequantised(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         return kernels._dense_product(x, kernels.dequantised(weight, scales), BF16, groups)
@@ -99,12 +99,6 @@ def _ways(
     if groups > 1 or tokens > 128:
         return
 
-    def bf16() -> Call:
-        x, weight = _inputs(tokens, width, depth, groups)
-        dense = weight.to(BF16)
-        return lambda: kernels.linear(x, dense, dtype=BF16)
-
-    yield "(bf16 by tiles)", bf16, 2
     yield "(nvfp4 as an expert)", lambda: _one_expert(tokens, width, depth), 0.5 + 1 / NVFP4_GROUP
 
 
@@ -136,15 +130,11 @@ def compile_cases() -> list[CompileCase]:
     with FakeTensorMode():
         weight = torch.empty(width, depth, dtype=torch.float8_e4m3fn)
         scales = torch.empty(width // 128, depth // 128)
-        dense = torch.empty(width, depth, dtype=BF16)
         for tokens, usual in ((1, (80, 90, 120)), (64, (89, 100)), (17, ()), (128, ())):
             x = torch.empty(tokens, depth, dtype=BF16)
             options: dict[str, Any] = {"dtype": BF16, "usual": usual}
-            for case in (
-                *launched(kernels.linear_fp8, x, weight, scales, **options),
-                *launched(kernels.linear, x, dense, **{**options, "usual": ()}),
-            ):
-                if case.kernel is kernels._add_slices_kernel:  # the same for both kinds of weights
+            for case in launched(kernels.linear_fp8, x, weight, scales, **options):
+                if case.kernel is kernels._add_slices_kernel:
                     case = replace(case, usual=tuple(SHARED_MEMORY) if tokens == 1 else ())
                 key = repr((case.kernel.__name__, case.signature, case.constexprs))
                 found.setdefault(key, case)

@@ -1,7 +1,6 @@
 """The class that SGLang's model registry finds under the architecture name of checkpoints."""
 
 import logging
-import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -51,8 +50,8 @@ class DeepseekV4ForCausalLM(nn.Module):
         for note in storage.notes if self.parallel.rank == 0 else ():
             logger.warning("sglang-dsv4: %s", note)
         fp8 = self._linear_storage(host.raw_config(config)).fp8
-        self.storages = storage.groups, fp8
-        self.model = Model(self.config, chosen, self.ops, self.parallel, *self.storages)
+        self.kept, self.compiled = (storage.groups, fp8), False
+        self.model = Model(self.config, chosen, self.ops, self.parallel, *self.kept)
         self.head = Weight(self.config.vocab_size // self.parallel.size, self.config.hidden_size)
         self.logits_processor = host.logits_processor(config)
 
@@ -111,14 +110,20 @@ class DeepseekV4ForCausalLM(nn.Module):
             self._compile_kernels()
 
     def _compile_kernels(self) -> None:
-        """All variants at once, before the host captures one batch size after the other. What
-        fails, or is not found here, compiles when it is needed; other ranks find rank 0's."""
-        if self.ops.machine.device == "cpu" or self.parallel.rank:
+        """All variants at once, before the host captures one batch size after the other. What is
+        not found or fails compiles when it is needed; other ranks of this node find rank 0's."""
+        if self.compiled or self.ops.machine.device == "cpu" or self.parallel.rank:
             return
+        self.compiled = True  # weights may be loaded again while the server runs
         if others := sorted(set(self.ops.providers.values()) - warmup.LEAVE_NO_TRACE):
-            logger.info("sglang-dsv4: kernels compile when needed, beside %s", ", ".join(others))
+            why = "cannot be tried out on tensors without values"
+            logger.info(
+                "sglang-dsv4: kernels compile when they are needed, not ahead: %s %s",
+                ", ".join(others),
+                why,
+            )
             return
-        start, (groups, fp8) = time.monotonic(), self.storages
+        groups, fp8 = self.kept
         target = warmup.Target(
             config=self.config,
             ops=self.ops,
@@ -130,14 +135,12 @@ class DeepseekV4ForCausalLM(nn.Module):
             fp8=frozenset().union(*fp8.values()),
         )
         try:
-            kernels = warmup.kernel_builders(target)
-            failed = warmup.build_all(kernels, lambda name: None)
+            done = warmup.compile_ahead(target)
         except Exception:
             logger.warning("sglang-dsv4: kernels compile when they are needed", exc_info=True)
             return
-        taken = round(time.monotonic() - start, 1)
-        logger.info("sglang-dsv4: %d kernel variants ready in %s s", len(kernels), taken)
-        for name, reason in failed.items():
+        logger.info("sglang-dsv4: %d kernel variants ready in %s s", done.built, done.seconds)
+        for name, reason in done.failed:
             logger.warning("sglang-dsv4: %s compiles when it is needed: %s", name, reason)
 
 

@@ -2,13 +2,14 @@
 
 import importlib
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from op_checks import MACHINE, implementations, randn, thorough
-from sglang_dsv4 import dequant
+from sglang_dsv4 import backends, dequant
 from sglang_dsv4.moe import kernels_marlin, kernels_triton_fp4, reference
 from sglang_dsv4.moe.fp4 import FP4Matrices
 from tolerance import assert_close
@@ -174,6 +175,16 @@ def test_packed_once_in_the_order_of_fragments(group, columns):
     torch.testing.assert_close(found.to(values.device), values, rtol=1e-6, atol=0)
     with pytest.raises(ValueError, match="packed already"):
         kernels_triton_fp4.pack(weight)
+
+
+def test_what_is_packed_is_left_alone():
+    """A server may be told that weights were loaded although none were."""
+    ops = SimpleNamespace(routed_experts_fp4=kernels_triton_fp4.routed_experts_fp4)
+    model = torch.nn.ModuleList([matrices(2, 32, 64, group=NVFP4, parts=2)])
+    backends.pack_experts(ops, model)
+    codes = model[0].codes.clone()
+    backends.pack_experts(ops, model)
+    assert model[0].packed and torch.equal(model[0].codes, codes)
 
 
 def test_what_cannot_be_multiplied_is_refused():
