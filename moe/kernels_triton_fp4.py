@@ -73,32 +73,45 @@ def pack(weight: FP4Matrices) -> None:
     if rows % (_ROWS * weight.parts):
         raise ValueError(f"four-bit matrices need a multiple of {_ROWS} rows, found {rows}")
     depth = _fp4_depth(columns)
-    largest = int(weight.scales.max())
-    if weight.group == MXFP4_GROUP and largest > _LARGEST_UE8M0:
-        raise ValueError(
-            f"MXFP4 scales up to 2^{_LARGEST_UE8M0 - 127} can be multiplied in BF16; the"
-            f" largest is 2^{largest - 127}: set SGLANG_DSV4_PRECISION=routed_experts=bf16"
-        )
+    _check_scales(weight)
+    e5m3 = _e5m3_of_e4m3().to(weight.scales.device)
     for codes, scales in zip(weight.codes, weight.scales, strict=True):
         unpacked = torch.stack([codes & 15, codes >> 4], dim=-1).view(rows, columns)
         if weight.group != MXFP4_GROUP:
-            _to_e5m3(unpacked, scales)
+            _to_e5m3(unpacked, scales, e5m3)
         codes.copy_(_tile_of_codes(unpacked, depth).reshape(codes.shape))
         scales.copy_(_tile_of_scales(scales, depth, weight.group).view(scales.shape))
     weight.packed = True
 
 
-def _to_e5m3(codes: torch.Tensor, scales: torch.Tensor) -> None:
+def _check_scales(weight: FP4Matrices) -> None:
+    """Before anything is changed: whether all scales can be multiplied exactly."""
+    if weight.group != MXFP4_GROUP:
+        if any(bool(((scales & 0x7F) == 0x7F).any()) for scales in weight.scales):
+            raise ValueError("an NVFP4 scale is not a number: the checkpoint is damaged")
+        return
+    largest = int(weight.scales.max())
+    if largest > _LARGEST_UE8M0:
+        raise ValueError(
+            f"MXFP4 scales up to 2^{_LARGEST_UE8M0 - 127} can be multiplied in BF16; the"
+            f" largest is 2^{largest - 127}: set SGLANG_DSV4_PRECISION=routed_experts=bf16"
+        )
+
+
+def _e5m3_of_e4m3() -> torch.Tensor:
+    """[256] uint8: the size of each E4M3 number in E5M3; of 0 and NaN any."""
+    values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().abs()
+    mantissa, exponent = torch.frexp(values.nan_to_num())  # a half up to one
+    e5m3 = (exponent - 1 + _E5M3_BIAS.value) * 8 + mantissa * 16 - 8
+    return e5m3.clamp(min=0).to(torch.uint8)
+
+
+def _to_e5m3(codes: torch.Tensor, scales: torch.Tensor, e5m3: torch.Tensor) -> None:
     """E4M3 scales [N, K / 16] as E5M3, in place; what these cannot say, the codes [N, K] do."""
     groups = codes.view(*scales.shape, -1)
     groups ^= ((scales >> 7) << 3).unsqueeze(-1)  # a sign
     groups.masked_fill_((scales & 0x7F == 0).unsqueeze(-1), 0)
-    values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().abs()
-    if scales.numel() and bool(((scales & 0x7F) == 0x7F).any()):
-        raise ValueError("an NVFP4 scale is not a number: the checkpoint is damaged")
-    mantissa, exponent = torch.frexp(values.nan_to_num())  # a half up to one
-    table = ((exponent - 1 + _E5M3_BIAS.value) * 8 + mantissa * 16 - 8).clamp(min=0).to(torch.uint8)
-    scales.copy_(table.to(scales.device)[scales.long()])
+    scales.copy_(e5m3[scales.long()])
 
 
 def _tile_of_codes(codes: torch.Tensor, depth: int) -> torch.Tensor:
