@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from sglang_dsv4.dequant import FP8_BLOCK
 from sglang_dsv4.kernels_cublas import linear_fp32
+from sglang_dsv4.kernels_triton import _least_power
 
 # Beyond so many tokens arithmetic costs more than reading weights: they are dequantised, and cuBLAS
 # multiplies.
@@ -178,13 +179,6 @@ def _dense_product(
 
 
 # ---- kernels ----
-
-
-@triton.constexpr_function
-def _least_power(least):
-    """The smallest power of two that is at least this. Kernels cannot call
-    `triton.next_power_of_2`, in whose place SGLang puts a plain function."""
-    return 1 << (least - 1).bit_length()
 
 
 @triton.jit
