@@ -7,6 +7,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -92,10 +93,9 @@ class Bench:
 
     def start(self, name: str, server: measure.Server) -> float | None:
         """Seconds until it answers; None, and a row that says why, where it does not."""
-        about: dict[str, Any] = {"command": server.command(), "environment": server.env}
-        self.result["variants"][name] = about
         limit = min(self.arguments.start_limit, self.left())
         server.start_limit = limit
+        about: dict[str, Any] = {"command": server.command(), "environment": server.env}
         begin = time.monotonic()
         try:
             server.__enter__()
@@ -103,13 +103,12 @@ class Bench:
             seconds = time.monotonic() - begin
             late = f"did not answer within {limit:.0f} s: " if seconds >= limit else ""
             about |= host.failure(server.tail(20_000), late)
-            self.save()
             print(f"{name}: failed: {about['why']}", flush=True)
-            return None
-        about |= {"status": "ok", "ready_s": round(time.monotonic() - begin, 1)}
-        self.save()
-        print(f"{name}: ready after {about['ready_s']} s", flush=True)
-        return time.monotonic() - begin
+        else:
+            about |= {"status": "ok", "ready_s": round(time.monotonic() - begin, 1)}
+            print(f"{name}: ready after {about['ready_s']} s", flush=True)
+        self.result["variants"][name] = about
+        return about.get("ready_s")
 
     def ready(self, name: str) -> None:
         """Two starts of a variant with compilation caches of its own: empty, then full."""
@@ -123,6 +122,7 @@ class Bench:
                 server = self.made(name, f"{name}_{what}.log", **host.own_caches(Path(home)))
                 try:
                     seconds = self.start(name, server)
+                    self.save()
                     if seconds is None:
                         self.add(name, key, 1, error=self.result["variants"][name]["why"])
                         return
@@ -167,23 +167,25 @@ class Bench:
     # ---- measurements ----
 
     def wave(self, names: Sequence[str]) -> None:
-        """Start these side by side, measure every point on each in turn, stop them."""
-        running: dict[str, measure.Server] = {}
-        try:
-            for name in names:
-                server = self.made(name, f"{name}.log")
-                running[name] = server
-                if self.start(name, server) is None:
-                    running.pop(name).stop()
-            for name in running:
-                self.result["variants"][name]["beside"] = list(running)
-            self.rounds(running)
-            self.traffic(running)
-            for name, server in running.items():
-                self.check(name, server)
-        finally:
-            for server in running.values():
-                server.stop()
+        """Start these at the same moment, measure every point on each in turn, stop them."""
+        running = {name: self.made(name, f"{name}.log") for name in names}
+        self.result["variants"] |= {name: {} for name in names}
+        with ThreadPoolExecutor(len(names)) as pool:
+            try:
+                started = list(pool.map(self.start, names, list(running.values())))
+                self.save()
+                for name, seconds in zip(names, started, strict=True):
+                    if seconds is None:
+                        running.pop(name).stop()
+                for name in running:
+                    self.result["variants"][name]["beside"] = list(running)
+                self.rounds(running)
+                self.traffic(running)
+                for name, server in running.items():
+                    self.check(name, server)
+            finally:  # before the pool waits for those that still start
+                for server in running.values():
+                    server.stop()
 
     def rounds(self, running: Mapping[str, measure.Server]) -> None:
         """Round 0 compiles, tunes and fills the prefix cache, and counts for nothing."""

@@ -59,6 +59,8 @@ def _fill_scale(name: str, tensor: Any) -> bool:
         return False
     if tensor.dtype is torch.float32:
         tensor.fill_(SMALL)
+    elif tensor.dtype is torch.float8_e8m0fnu:
+        tensor.view(torch.uint8).fill_(CODES[0x7F])
     elif tensor.dtype is torch.uint8 and tensor.numel():
         code = int(tensor.flatten()[0])
         tensor.fill_(CODES.get(code, code))

@@ -24,8 +24,9 @@ FAILED, USAGE = 1, 2
 MEASURES = ("decode", "prefill", "serving", "ready")
 DESCRIPTION = """\
 The same SGLang, shapes and dummy weights, with the plugin on and off. Servers that fit into the
-GPU's memory together run beside each other, and every point is measured on each of them in turn,
-in a new order each round: `in turn` in the table. What does not fit is measured after it.
+GPU's memory together start at the same moment and run beside each other, and every point is
+measured on each of them in turn, in a new order each round: `in turn` in the table. What does not
+fit is measured after it.
 
 variants: built-in with all its defaults, ours with all of ours; the format of the routed experts
   builtin-fp4   as released, FP8 with MXFP4 experts      builtin-fp8   FP8 experts

@@ -109,7 +109,8 @@ class Server:
             )
 
     def __enter__(self) -> "Server":
-        self.launch()
+        if self.process is None or self.process.poll() is not None:
+            self.launch()
         try:
             self._wait_until_healthy()
         except BaseException:  # an interrupt, too: its process group is not ours
