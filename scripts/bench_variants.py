@@ -17,7 +17,7 @@ from sglang_dsv4.tiny_formats import RECIPES
 
 NO_PLUGIN = "__none__"  # of SGLANG_PLUGINS: SGLang's built-in model
 OVERHEAD = 9e9  # bytes of a server beside weights and cache: graphs, activations, libraries
-LEAST_POOL = 1 << 18  # tokens: its tenth, the window rows of this model, holds some prefill chunks
+LEAST_POOL = 3 << 19  # tokens: its tenth, the window rows of this model, is pages for 128 requests
 CONTEXT = 133_120  # --context-length of every server: 128k and an answer, in whole pages
 
 
