@@ -63,9 +63,9 @@ def pack(weight: FP4Matrices) -> None:
 
     A tile has 16 rows and 128 inputs (64 or 32 where these do not divide), in the order of the
     fragments of a tensor core's left operand, so that the threads that read codes multiply them:
-    thread 4 g + c has the rows g and g + 8, of every 16 inputs the four from 4 c on. Its codes
-    follow each other (`_tile_of_codes`), and so do the scales of these (`_tile_of_scales`). Raises
-    ValueError for scales that cannot be multiplied exactly.
+    thread 4 g + c has the rows g and g + 8, of every 16 inputs 2 c, 2 c + 1 and the two that come
+    8 after these. Its codes follow each other (`_tile_of_codes`), and so do the scales of these
+    (`_tile_of_scales`). Raises ValueError for scales that cannot be multiplied exactly.
     """
     if weight.packed:
         raise ValueError("the weight is packed already")
@@ -118,16 +118,16 @@ def _tile_of_codes(codes: torch.Tensor, depth: int) -> torch.Tensor:
     """Codes [N, K] to bytes [N / 16, K / depth, ...]: for every 64 inputs of a tile, 16 bytes of
     each thread one after the other.
 
-    A word of four bytes has four neighbouring inputs in each half tile, so that a shift brings two
-    neighbours to their places in a pair of BF16: the nibbles of a word, from the lowest, are of
-    half 0 input 0 and 2, of half 1 input 0 and 2, and then the same of inputs 1 and 3.
+    A word of four bytes has the four inputs of a thread in each half tile, so that a shift brings
+    two neighbours to their places in a pair of BF16: the nibbles of a word, from the lowest, are of
+    half 0 the inputs 0 and 8, of half 1 the same, and then of both halves the inputs 1 and 9.
     """
     rows, columns = codes.shape
     blocks = max(depth // 64, 1)
-    # rows: tile, r8, g; inputs: tile, half, block, sixteen, c, two of four, neighbour
-    split = codes.view(rows // _ROWS, 2, 8, columns // depth, 2, blocks, -1, 4, 2, 2)
+    # rows: tile, r8, g; inputs: tile, half, block, sixteen, two, c, neighbour
+    split = codes.view(rows // _ROWS, 2, 8, columns // depth, 2, blocks, -1, 2, 4, 2)
     # tile of rows, tile of inputs, block, g, c, sixteen, r8; of a word: neighbour, half, two
-    ordered = split.permute(0, 3, 5, 2, 7, 6, 1, 9, 4, 8)
+    ordered = split.permute(0, 3, 5, 2, 8, 6, 1, 9, 4, 7)
     return ordered[..., 0] | ordered[..., 1] << 4
 
 
@@ -154,15 +154,16 @@ class _FP4:
 
     @staticmethod
     def tiles(average: float, element_size: int) -> Tiles:
-        """As for dense matrices, but the depth is that of the packing. Each was the fastest of
-        several on an H200 at Flash's shapes with 1 to 4,096 tokens."""
+        """As for dense matrices, but the depth is that of the packing: `scripts/tune_experts.py`
+        times others."""
+        hopper = compute_capability() == 90
         if element_size > 2:
             return Tiles(rows=16, columns=32, warps=2, stages=2)
         if average <= 5:
             return Tiles(rows=8, columns=64, warps=4, stages=4)
         if average <= 24:
-            return Tiles(rows=16, columns=64, warps=2, stages=4)
-        if average > 64 and compute_capability() == 90:  # it has the shared memory
+            return Tiles(rows=16, columns=64, warps=4 if hopper else 2, stages=4)
+        if average > 64 and hopper:  # it has the shared memory
             return Tiles(rows=128, columns=128, warps=8, stages=3)
         return Tiles(rows=64, columns=64, warps=4, stages=3)
 
@@ -201,9 +202,15 @@ class _FP4:
             BLOCK_M=tiles.rows,
             BLOCK_N=tiles.columns,
             BLOCK_K=_fp4_depth(x.shape[1]),
+            WGMMA=_takes_wgmma(tiles),
             num_warps=tiles.warps,
             num_stages=tiles.stages,
         )
+
+
+def _takes_wgmma(tiles: Tiles) -> bool:
+    """Whether Triton multiplies these tiles by wgmma. A wrong answer costs time alone."""
+    return compute_capability() == 90 and tiles.warps % 4 == 0 and tiles.columns % 64 == 0
 
 
 def _fp4_depth(inputs: int) -> int:
@@ -305,12 +312,30 @@ def _numbers(pairs):
 
 
 @triton.jit
-def _left_operand(pairs, TILES: tl.constexpr, BLOCKS: tl.constexpr):
-    """Words of threads [TILES * 32, words, twos, blocks] -> BF16 [TILES * 16, inputs]."""
+def _left_operand(pairs, TILES: tl.constexpr, BLOCKS: tl.constexpr, WGMMA: tl.constexpr):
+    """Words of threads [TILES * 32, words, twos, blocks] -> BF16 [TILES * 16, inputs], in the order
+    of `_inputs`."""
     SIXTEENS: tl.constexpr = pairs.shape[1] // 2
     values = tl.reshape(_numbers(pairs), (TILES, 8, 4, SIXTEENS, 2, 2, BLOCKS, 2))
-    values = tl.permute(values, (0, 4, 1, 6, 3, 2, 5, 7))
+    if WGMMA:
+        values = tl.permute(values, (0, 4, 1, 6, 3, 5, 2, 7))
+    else:
+        values = tl.permute(values, (0, 4, 1, 6, 3, 2, 5, 7))
     return tl.reshape(values, (TILES * 16, BLOCKS * SIXTEENS * 16))
+
+
+@triton.jit
+def _inputs(COUNT: tl.constexpr, WGMMA: tl.constexpr):
+    """[COUNT]: the inputs of half a tile in the order in which they are multiplied.
+
+    Triton's operands of wgmma hold what `pack` gives a thread; those of mma.sync, in the same
+    place, four neighbours: there the tokens are read in the order of the weights.
+    """
+    place = tl.arange(0, COUNT)
+    if WGMMA:
+        return place
+    each = place // 16 * 16 + place % 4 // 2 * 8 + place % 16 // 4 * 2 + place % 2
+    return tl.max_contiguous(tl.multiple_of(each, 2), 2)
 
 
 @triton.jit
@@ -324,6 +349,7 @@ def _fp4_product(
     TILES: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    WGMMA: tl.constexpr,
 ):
     """total [16 TILES, M] + TILES tiles @ (lows, highs) [BLOCK_K / 2, M].
 
@@ -353,7 +379,8 @@ def _fp4_product(
     else:
         a = _unpacked(tl.load(word), _spread(low_scales, WORDS), _spread(high_scales, WORDS))
         low, high = tl.join(a[0], a[1]), tl.join(a[2], a[3])
-    low, high = _left_operand(low, TILES, BLOCKS), _left_operand(high, TILES, BLOCKS)
+    low = _left_operand(low, TILES, BLOCKS, WGMMA)
+    high = _left_operand(high, TILES, BLOCKS, WGMMA)
     total = tl.dot(low.to(lows.dtype), lows, total, input_precision="ieee")
     return tl.dot(high.to(lows.dtype), highs, total, input_precision="ieee")
 
@@ -381,6 +408,7 @@ def _grouped_product_fp4_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    WGMMA: tl.constexpr,
 ):
     """As _grouped_product_kernel, transposed: the weights, made in registers, are the left side."""
     TILES: tl.constexpr = BLOCK_N // 16
@@ -395,7 +423,7 @@ def _grouped_product_fp4_kernel(
         return
     expert, pair = expert.to(tl.int64), pair.to(tl.int64)
     column = (tl.program_id(0) % tiles) * COLUMNS
-    half = tl.arange(0, BLOCK_K // 2)
+    half = _inputs(BLOCK_K // 2, WGMMA)
     x_tile = x + (pair // PAIRS_PER_ROW)[None, :] * depth + half[:, None]
     codes += expert * codes_expert
     scales += expert * scales_expert
@@ -412,7 +440,9 @@ def _grouped_product_fp4_kernel(
     for _ in range(0, depth, BLOCK_K):
         lows = tl.load(x_tile)
         highs = tl.load(x_tile + BLOCK_K // 2)
-        total = _fp4_product(codes, scales, tile, lows, highs, total, TILES, GROUP, BLOCK_K)
+        total = _fp4_product(
+            codes, scales, tile, lows, highs, total, TILES, GROUP, BLOCK_K, WGMMA
+        )
         x_tile += BLOCK_K
         tile += 1
     if GATED:

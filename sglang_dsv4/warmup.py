@@ -301,11 +301,11 @@ def warm(target: Target, builders: Sequence[Builder], step: Callable[[str], None
     return done
 
 
-def compile_ahead(target: Target) -> Warmed:
+def compile_ahead(target: Target, beside: Sequence[Builder] = ()) -> Warmed:
     """`warm` for our own kernels, in a process that launches them afterwards: what failed is
-    compiled again then."""
+    compiled again then. beside: what else is built while they compile."""
     found = launches(target)
-    done = warm(target, _builders_of(found), lambda name: None)
+    done = warm(target, [*beside, *_builders_of(found)], lambda name: None)
     for launch in found if done.failed else ():
         launch.forget()
     return done

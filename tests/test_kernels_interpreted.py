@@ -98,7 +98,7 @@ SELECTIONS = (
     ),
     Selection(
         "moe/test_routed_experts_fp4.py",
-        select="triton and (dense_matrices and dtype1 and not 2-256 or exact or stays)",
+        select="triton and (dense_matrices and dtype1 and not 2-256 or exact or stays or either)",
         thorough="triton",
     ),
     own_tests("test_kernels_mhc.py"),

@@ -426,8 +426,9 @@ def test_a_server_compiles_before_it_captures(
     caplog.set_level("INFO")
     begun = compiled_by_a_server(monkeypatch, flash, lambda: [("attention_kernel", "too large")])
     assert {"attention_kernel", "grouped_product_fp4_kernel"} <= set(begun)
-    assert f"{len(begun) - 1} kernel variants ready in" in caplog.text
-    assert caplog.text.count("variants ready") == 1
+    assert begun[0] == "SGLang positions"  # nvcc runs while Triton compiles
+    assert f"{len(begun) - 1} kernel variants and modules ready in" in caplog.text
+    assert caplog.text.count("ready in") == 1
     assert "attention_kernel compiles when it is needed: too large" in caplog.text
 
 

@@ -1,5 +1,6 @@
 """RMS norm, mHC and MoE kernels at the model's shapes: what is timed, and what must compile."""
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -215,10 +216,9 @@ def compile_cases() -> list[CompileCase]:
             *_fp4_cases(1, Shape(96, 32, 8), MXFP4_GROUP, usual=(90,)),  # tiles of 32 inputs
             *_fp4_cases(1, flash, NVFP4_GROUP, usual=(90,)),
             *_fp4_cases(512, flash, NVFP4_GROUP, usual=()),
-            *_fp4_cases(256, flash, MXFP4_GROUP, usual=()),
+            *_fp4_cases(256, flash, MXFP4_GROUP, usual=(90,)),
+            *_fp4_cases(8192, flash, NVFP4_GROUP, usual=(90,)),
         ]
-        with mock.patch.object(kernels_triton_fp4, "compute_capability", lambda: 90):
-            found += _fp4_cases(8192, flash, NVFP4_GROUP, usual=(90,), capabilities=(90,))
     unique: dict[str, CompileCase] = {}
     for case in found:
         key = repr((case.kernel.__name__, case.signature, case.constexprs))
@@ -266,16 +266,25 @@ def fp4_weights(shape: Shape, group: int, device: str = "cuda") -> tuple[FP4Matr
     return found[0], found[1]
 
 
-def _fp4_cases(tokens: int, shape: Shape, group: int, **options: Any) -> list[CompileCase]:
-    return launched(
-        kernels_triton_fp4.routed_experts_fp4,
-        torch.empty(tokens, shape.hidden, dtype=BF16),
-        torch.empty(tokens, shape.top_k),
-        torch.empty(tokens, shape.top_k, dtype=torch.int64),
-        *fp4_weights(shape, group, "cpu"),
-        limit=10.0,
-        **options,
-    )
+def _fp4_cases(
+    tokens: int, shape: Shape, group: int, usual: tuple[int, ...] = ()
+) -> list[CompileCase]:
+    """Hopper's tiles are others, and read in another order."""
+    found: list[CompileCase] = []
+    for capabilities in ((90,), tuple(each for each in SHARED_MEMORY if each != 90)):
+        chosen = functools.partial(int, capabilities[0])
+        with mock.patch.object(kernels_triton_fp4, "compute_capability", chosen):
+            found += launched(
+                kernels_triton_fp4.routed_experts_fp4,
+                torch.empty(tokens, shape.hidden, dtype=BF16),
+                torch.empty(tokens, shape.top_k),
+                torch.empty(tokens, shape.top_k, dtype=torch.int64),
+                *fp4_weights(shape, group, "cpu"),
+                limit=10.0,
+                usual=tuple({*usual} & {*capabilities}),
+                capabilities=capabilities,
+            )
+    return found
 
 
 def launched(

@@ -135,11 +135,11 @@ class DeepseekV4ForCausalLM(nn.Module):
             fp8=frozenset().union(*fp8.values()),
         )
         try:
-            done = warmup.compile_ahead(target)
+            done = warmup.compile_ahead(target, host.just_in_time())
         except Exception:
             logger.warning("sglang-dsv4: kernels compile when they are needed", exc_info=True)
             return
-        logger.info("sglang-dsv4: %d kernel variants ready in %s s", done.built, done.seconds)
+        logger.info("sglang-dsv4: %d kernel variants and modules ready in %s s", done.built, done.seconds)
         for name, reason in done.failed:
             logger.warning("sglang-dsv4: %s compiles when it is needed: %s", name, reason)
 

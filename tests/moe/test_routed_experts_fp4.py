@@ -95,6 +95,14 @@ def test_equals_dense_matrices(op, dtype, group, tokens, hidden, width, experts,
     check(op, inputs(tokens, hidden, width, experts, top_k, group=group, dtype=dtype))
 
 
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(("tokens", "dtype"), [(2, torch.float32), (9, torch.bfloat16)])
+def test_inputs_are_multiplied_in_either_order(op, capability, tokens, dtype, monkeypatch):
+    """That of wgmma's operands, and that of mma.sync's, whatever this machine's own is."""
+    monkeypatch.setattr(kernels_triton_fp4, "compute_capability", lambda: capability)
+    check(op, inputs(tokens, 256, 64, 4, 2, group=MXFP4, dtype=dtype))
+
+
 def test_no_tokens(op):
     x, weights, experts, w13, w2 = inputs(0, 64, 32, 4, 2, group=NVFP4)
     result = op(x, weights, experts, *prepared(op, w13, w2), limit=LIMIT)
