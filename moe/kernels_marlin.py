@@ -40,10 +40,11 @@ def routed_experts_fp4(
     w2: FP4Matrices,
     *,
     limit: float,
+    base: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`routed_experts` with matrices of four-bit values, which are exact in the products.
 
-    x, weights, experts, limit and the result: as there. w13: E matrices [2 * I, D], w2: [D, I].
+    What is not said here is as there. w13: E matrices [2 * I, D], w2: [D, I].
     Both as `pack` leaves them, and x in BF16.
     """
     if not (w13.packed and w2.packed):
@@ -54,7 +55,7 @@ def routed_experts_fp4(
     result = torch.empty(tokens, hidden, dtype=torch.float32, device=x.device)
     pairs = tokens * top_k
     if pairs == 0:
-        return result.zero_()
+        return result.zero_() if base is None else base
     full = (rows for rows in _BLOCK_ROWS if pairs / expert_count / rows < _FULL)
     rows = next(full, _BLOCK_ROWS[-1])
     align = _functions()["moe_align_block_size"]
@@ -71,7 +72,7 @@ def routed_experts_fp4(
     _multiply(activated, w2, outputs, order, weights, rows, 1)
     if _is_nvfp4(w2):  # in MXFP4 factors are 1
         weights = weights * w2.factors.view(-1)[experts]
-    add_choices(outputs, weights.contiguous(), result)
+    add_choices(outputs, weights.contiguous(), result, base)
     return result
 
 

@@ -34,6 +34,7 @@ def routed_experts(
     w2: torch.Tensor,
     *,
     limit: float,
+    base: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The weighted sum, for every token, of its experts' outputs.
 
@@ -42,11 +43,12 @@ def routed_experts(
     w13     [E, 2 * I, D] float: gate rows, then up rows, of each expert.
     w2      [E, D, I] float: each expert's output projection.
     limit   see swiglu.
+    base    [T, D] fp32: what the sum begins with; 0 unless given.
     Returns [T, D] fp32. A token's result depends on no other token's values.
     """
     if not x.dtype == w13.dtype == w2.dtype:
         raise ValueError(f"x, w13 and w2 must share a dtype: {x.dtype}, {w13.dtype}, {w2.dtype}")
-    return weighted_sum(x, weights, experts, _Dense(w13), _Dense(w2), limit)
+    return weighted_sum(x, weights, experts, _Dense(w13), _Dense(w2), limit, base)
 
 
 class Grouped(Protocol):
@@ -85,13 +87,14 @@ def weighted_sum(
     w13: Grouped,
     w2: Grouped,
     limit: float,
+    base: torch.Tensor | None,
 ) -> torch.Tensor:
     """routed_experts for matrices of any kind."""
     (tokens, top_k), (expert_count, hidden, width) = experts.shape, w2.shape
     result = torch.empty(tokens, hidden, dtype=torch.float32, device=x.device)
     pairs = tokens * top_k
     if pairs == 0:
-        return result.zero_()
+        return result.zero_() if base is None else base
     tiles = w13.tiles(pairs / expert_count, x.element_size())
     blocks = _find_blocks(experts, expert_count, tiles)
     activated = torch.empty(pairs, width, dtype=x.dtype, device=x.device)
@@ -101,7 +104,8 @@ def weighted_sum(
         columns = slice(first, first + step)
         outputs = result.new_empty(pairs, min(step, hidden - first))
         w2.rows(columns).multiply(activated, outputs, blocks, tiles)
-        add_choices(outputs, weights.contiguous(), result[:, columns])
+        part = None if base is None else base[:, columns]
+        add_choices(outputs, weights.contiguous(), result[:, columns], part)
     return result
 
 
@@ -221,8 +225,13 @@ class _Dense:
         )
 
 
-def add_choices(outputs: torch.Tensor, weights: torch.Tensor, result: torch.Tensor) -> None:
-    """result[t] = sum over c of weights[t, c] * outputs[t * k + c], in this order."""
+def add_choices(
+    outputs: torch.Tensor,
+    weights: torch.Tensor,
+    result: torch.Tensor,
+    base: torch.Tensor | None = None,
+) -> None:
+    """result[t] = base[t] + (sum over c of weights[t, c] * outputs[t * k + c], in this order)."""
     tokens, top_k = weights.shape
     block = 512
     blocks = triton.cdiv(result.shape[1], block)
@@ -230,8 +239,10 @@ def add_choices(outputs: torch.Tensor, weights: torch.Tensor, result: torch.Tens
         outputs,
         weights,
         result,
+        base,
         result.shape[1],
         result.stride(0),
+        0 if base is None else base.stride(0),
         blocks,
         TOP_K=top_k,
         BLOCK=block,
@@ -368,7 +379,16 @@ def _grouped_product_kernel(
 
 @triton.jit(do_not_specialize=["blocks"])
 def _add_choices_kernel(
-    outputs, weights, result, width, result_stride, blocks, TOP_K: tl.constexpr, BLOCK: tl.constexpr
+    outputs,
+    weights,
+    result,
+    base,
+    width,
+    result_stride,
+    base_stride,
+    blocks,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """One block of columns of one token."""
     program = tl.program_id(0)
@@ -380,4 +400,6 @@ def _add_choices_kernel(
         pair = token * TOP_K + choice
         output = tl.load(outputs + pair * width + column, mask=inside, other=0.0)
         total += tl.load(weights + pair) * output
+    if base is not None:
+        total += tl.load(base + token * base_stride + column, mask=inside, other=0.0)
     tl.store(result + token * result_stride + column, total, mask=inside)

@@ -47,15 +47,16 @@ def routed_experts_fp4(
     w2: FP4Matrices,
     *,
     limit: float,
+    base: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`routed_experts` with matrices of four-bit values, which are exact in the products.
 
-    x, weights, experts, limit and the result: as there. w13: E matrices [2 * I, D], w2: [D, I].
+    What is not said here is as there. w13: E matrices [2 * I, D], w2: [D, I].
     Both as `pack` leaves them, and x in BF16, or in FP32, which is slow.
     """
     if not (w13.packed and w2.packed):
         raise ValueError("w13 and w2 must be packed: call pack on each, once, after loading")
-    return weighted_sum(x, weights, experts, _FP4(w13), _FP4(w2), limit)
+    return weighted_sum(x, weights, experts, _FP4(w13), _FP4(w2), limit, base)
 
 
 def pack(weight: FP4Matrices) -> None:

@@ -52,15 +52,15 @@ class MoE(nn.Module):
         self.shared_experts = SharedExpert(config, width, ops, fp8)
 
     def forward(self, x: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-        """x [T, D] (normed), token_ids [T] -> [T, D] in x's dtype.
+        """x [T, D] (normed), token_ids [T] -> [T, D] fp32.
 
-        Ranks add their fp32 parts and only the sum is rounded, so that their number changes the
+        Nothing is rounded before ranks have added their parts, so that their number changes the
         order of additions and nothing else.
         """
         logits, *gate_up = self.inputs.parts(self.ops.linear_fp32(x, self.inputs.weight))
         weights, experts = self.gate(logits, token_ids)
-        part = self.experts(x, weights, experts) + self.shared_experts(x, *gate_up)
-        return self.parallel.all_reduce(part).to(x.dtype)
+        shared = self.shared_experts(x, *gate_up)
+        return self.parallel.all_reduce(self.experts(x, weights, experts, shared))
 
 
 class ScoredRouter(nn.Module):
@@ -122,10 +122,11 @@ class RoutedExperts(nn.Module):
             self.w2 = FP4Matrices(experts, hidden, width, group=group, parts=1)
 
     def forward(
-        self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor
+        self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, base: torch.Tensor
     ) -> torch.Tensor:
-        """x [T, D], weights [T, k], experts [T, k] -> [T, D] fp32, this rank's part of the sum."""
-        return self.op(x, weights, experts, self.w13, self.w2, limit=self.limit)
+        """x [T, D], weights [T, k], experts [T, k], base [T, D] fp32 -> [T, D] fp32: base and this
+        rank's part of the sum."""
+        return self.op(x, weights, experts, self.w13, self.w2, limit=self.limit, base=base)
 
 
 class SharedExpert(nn.Module):

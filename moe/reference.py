@@ -77,6 +77,7 @@ def routed_experts(
     w2: torch.Tensor,
     *,
     limit: float,
+    base: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The weighted sum, for every token, of its experts' outputs.
 
@@ -85,10 +86,11 @@ def routed_experts(
     w13     [E, 2 * I, D] float: gate rows, then up rows, of each expert.
     w2      [E, D, I] float: each expert's output projection.
     limit   see swiglu.
+    base    [T, D] fp32: what the sum begins with; 0 unless given.
     Returns [T, D] fp32. A token's result depends on no other token's values.
     """
     gather13, gather2 = partial(_gather, w13), partial(_gather, w2)
-    return _experts(x, weights, experts, gather13, gather2, w13.shape, limit)
+    return _experts(x, weights, experts, gather13, gather2, w13.shape, limit, base)
 
 
 def routed_experts_fp4(
@@ -99,13 +101,14 @@ def routed_experts_fp4(
     w2: FP4Matrices,
     *,
     limit: float,
+    base: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`routed_experts` with matrices of four-bit values, which are exact in the products.
 
-    x, weights, experts, limit and the result: as there. w13: E matrices [2 * I, D], w2: [D, I].
+    What is not said here is as there. w13: E matrices [2 * I, D], w2: [D, I].
     """
     gather13, gather2 = partial(_gather_fp4, w13), partial(_gather_fp4, w2)
-    return _experts(x, weights, experts, gather13, gather2, w13.shape, limit)
+    return _experts(x, weights, experts, gather13, gather2, w13.shape, limit, base)
 
 
 _Gather = Callable[[torch.Tensor], torch.Tensor]
@@ -119,6 +122,7 @@ def _experts(
     gather2: _Gather,
     shape13: tuple[int, ...],
     limit: float,
+    base: torch.Tensor | None,
 ) -> torch.Tensor:
     """routed_experts, where gather13 and gather2 make fp32 copies of some experts' matrices."""
     (count, top_k), hidden = experts.shape, x.shape[1]
@@ -134,7 +138,8 @@ def _experts(
         activated = swiglu(gate_up, limit=limit)
         torch.bmm(activated, gather2(block_expert[chunk]).mT, out=outputs[chunk])
     of_token = outputs.view(-1, hidden).index_select(0, pair_row).view(count, top_k, hidden)
-    return torch.bmm(weights.unsqueeze(1), of_token).squeeze(1)
+    result = torch.bmm(weights.unsqueeze(1), of_token).squeeze(1)
+    return result if base is None else base + result
 
 
 def _sqrtsoftplus(logits: torch.Tensor) -> torch.Tensor:

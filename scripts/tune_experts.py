@@ -15,13 +15,13 @@ sys.path.append(str(ROOT / "tests"))
 
 import torch  # noqa: E402
 import triton  # noqa: E402
-from timings_moe import SHAPES, fp4_inputs  # noqa: E402
 
 from sglang_dsv4.bench_timer import microseconds  # noqa: E402
 from sglang_dsv4.dequant import MXFP4_GROUP, NVFP4_GROUP  # noqa: E402
 from sglang_dsv4.moe import kernels_triton_fp4 as kernels  # noqa: E402
 from sglang_dsv4.moe.kernels_triton_experts import Tiles  # noqa: E402
 from sglang_dsv4.warmup import build_all, recorded  # noqa: E402
+from timings_moe import SHAPES, fp4_inputs  # noqa: E402
 
 FAILED, USAGE = 1, 2
 DESCRIPTION = """\

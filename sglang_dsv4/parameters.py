@@ -32,7 +32,10 @@ class Matrix(Weight):
         if self.groups == 1:
             return functional.linear(x, self.weight)
         each, rows = x.unflatten(1, (self.groups, -1)), self.weight.unflatten(0, (self.groups, -1))
-        return torch.einsum("tgi,goi->tgo", each, rows).flatten(1)
+        out = x.new_empty(x.shape[0], *rows.shape[:2])
+        # Into its place: as einsum it would be copied there afterwards.
+        torch.bmm(each.transpose(0, 1), rows.transpose(1, 2), out=out.transpose(0, 1))
+        return out.flatten(1)
 
 
 class Stack(nn.Module):

@@ -98,7 +98,8 @@ SELECTIONS = (
     ),
     Selection(
         "moe/test_routed_experts_fp4.py",
-        select="triton and (dense_matrices and dtype1 and not 2-256 or exact or stays or either)",
+        select="triton and (dense_matrices and dtype1 and not 2-256 or exact or stays or either"
+        " or base)",
         thorough="triton",
     ),
     own_tests("test_kernels_mhc.py"),

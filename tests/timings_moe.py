@@ -248,6 +248,7 @@ def _expert_cases(tokens: int, shape: Shape, **options: Any) -> list[CompileCase
         torch.empty(experts, 2 * width, hidden, dtype=BF16),
         torch.empty(experts, hidden, width, dtype=BF16),
         limit=10.0,
+        base=torch.empty(tokens, hidden),
         **options,
     )
 
@@ -281,6 +282,7 @@ def _fp4_cases(
                 torch.empty(tokens, shape.top_k, dtype=torch.int64),
                 *fp4_weights(shape, group, "cpu"),
                 limit=10.0,
+                base=torch.empty(tokens, shape.hidden),
                 usual=tuple({*usual} & {*capabilities}),
                 capabilities=capabilities,
             )

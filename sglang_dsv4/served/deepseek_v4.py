@@ -139,7 +139,8 @@ class DeepseekV4ForCausalLM(nn.Module):
         except Exception:
             logger.warning("sglang-dsv4: kernels compile when they are needed", exc_info=True)
             return
-        logger.info("sglang-dsv4: %d kernel variants and modules ready in %s s", done.built, done.seconds)
+        ready = "sglang-dsv4: %d kernel variants and modules ready in %s s"
+        logger.info(ready, done.built, done.seconds)
         for name, reason in done.failed:
             logger.warning("sglang-dsv4: %s compiles when it is needed: %s", name, reason)
 

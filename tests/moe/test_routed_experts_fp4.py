@@ -103,6 +103,18 @@ def test_inputs_are_multiplied_in_either_order(op, capability, tokens, dtype, mo
     check(op, inputs(tokens, 256, 64, 4, 2, group=MXFP4, dtype=dtype))
 
 
+def test_adds_to_a_base(op):
+    """The last addition, so that it is exact to a rounding."""
+    arguments = inputs(9, 64, 32, 4, 2, group=NVFP4)
+    weights, base = prepared(op, *arguments[3:]), randn(9, 70, seed=5)[:, :64]
+    alone = op(*arguments[:3], *weights, limit=LIMIT)
+    kept = base.clone()
+    assert torch.equal(op(*arguments[:3], *weights, limit=LIMIT, base=base), base + alone)
+    assert torch.equal(base, kept)
+    nothing = [each[:0] for each in arguments[:3]]
+    assert op(*nothing, *weights, limit=LIMIT, base=base[:0]).shape == (0, 64)
+
+
 def test_no_tokens(op):
     x, weights, experts, w13, w2 = inputs(0, 64, 32, 4, 2, group=NVFP4)
     result = op(x, weights, experts, *prepared(op, w13, w2), limit=LIMIT)
@@ -166,12 +178,12 @@ def test_packed_once_in_the_order_of_fragments(group, columns):
             tile = row // 16 * (columns // depth) + column // depth
             side, place = divmod(column % depth, half)
             block, place = divmod(place, 32)
-            sixteen, c, four = place // 16, place % 16 // 4, place % 4
+            sixteen, two, c, neighbour = place // 16, place % 16 // 8, place % 8 // 2, place % 2
             thread, lower = row % 8 * 4 + c, row % 16 // 8
             words = min(depth, 64) // 16  # of a thread, for every block
             word = (tile * (depth // 16 // words) + block) * 32 * words + thread * words
             word += sixteen * 2 + lower
-            code = codes[word * 4 + four % 2 * 2 + side] >> four // 2 * 4 & 15
+            code = codes[word * 4 + neighbour * 2 + side] >> two * 4 & 15
             number = place // group if group < 32 else 0
             order = ((number * 2 + lower) * max(depth // 64, 1) + block) * min(groups, 2)
             scale = scales[(tile * 8 + row % 8) * 2 * groups + order + (side if groups > 1 else 0)]
