@@ -4,6 +4,7 @@ from typing import Any
 
 from sglang_dsv4 import host
 from sglang_dsv4.attention.metadata import Metadata, list_width
+from sglang_dsv4.attention.nan_watch import NanWatch
 from sglang_dsv4.backends import prepare_attention
 
 
@@ -33,6 +34,7 @@ class DSV4Backend(host.AttentionBackend):
             }
         )
         self.prepared: set[int] = set()
+        self.nan_watch = NanWatch(runner.model.model.layers)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Nothing to keep: the tensors of a captured step live in its graph's own memory."""
@@ -43,6 +45,8 @@ class DSV4Backend(host.AttentionBackend):
         A decode of a new size is announced to the provider of attention, which may have to plan it
         on the host; a replay's size was announced before its capture.
         """
+        if not in_capture:
+            self.nan_watch.before_forward()
         tokens = forward_batch.positions.shape[0]
         if not forward_batch.forward_mode.is_decode_or_idle() or tokens in {0, *self.prepared}:
             return

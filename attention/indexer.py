@@ -17,6 +17,7 @@ class Indexer(nn.Module):
 
     Queries and keys lie on the FP4 grid that the model was trained for, after a Hadamard transform
     on both sides, unless precision keeps them whole; head weights and scores are float32.
+    nan_scores [1] int64: how many scores were NaN since the start; `nan_watch` tells of them.
     """
 
     def __init__(
@@ -34,6 +35,9 @@ class Indexer(nn.Module):
         inner = self.compressor.projections.items()
         self.projections = {f"compressor.{name}": rows for name, rows in inner}
         self.projections["weights_proj"] = self.heads
+        self.nan_scores: torch.Tensor
+        # On a GPU a memory block of its own: kernels compile for how an address is aligned.
+        self.register_buffer("nan_scores", torch.zeros(1, dtype=torch.int64), persistent=False)
 
     def forward(
         self,
@@ -54,5 +58,10 @@ class Indexer(nn.Module):
         q = self.wq_b(q_lora).unflatten(-1, (self.heads, self.dim))
         q = self.ops.index_query(q, meta.positions, frequencies, fp4=self.fp4)
         return self.ops.select_entries(
-            q, weights * self.weight_scale, cache.index_keys, meta.entries, top_k=self.top_k
+            q,
+            weights * self.weight_scale,
+            cache.index_keys,
+            meta.entries,
+            top_k=self.top_k,
+            nan_scores=self.nan_scores,
         )

@@ -81,6 +81,7 @@ def select_entries(
     table: EntryTable,
     *,
     top_k: int,
+    nan_scores: torch.Tensor,
 ) -> torch.Tensor:
     """The lightning indexer: the top_k best of the entries that each token may see.
 
@@ -88,7 +89,8 @@ def select_entries(
 
     q [T, index heads, 128]; head_weights [T, index heads] float32 (signed, scales included);
     keys [entries, 128]. Returns [T, top_k] int64: entry numbers within the request, best first, -1
-    past the visible ones. Ties go to the lower number; a NaN score counts as the lowest.
+    past the visible ones. Ties go to the lower number; a NaN score counts as the lowest, and how
+    many of the visible entries' scores are NaN is added to nan_scores [1] int64.
 
     Two launches, for as many tokens at a time as their scores leave room for.
     """
@@ -99,6 +101,7 @@ def select_entries(
     assert table.page_table.stride(1) == 1
     assert table.width <= MOST_ENTRIES, f"{table.width} entries: at most {MOST_ENTRIES} are counted"
     assert table.request.is_contiguous() and table.visible.is_contiguous()
+    assert nan_scores.dtype is torch.int64, f"NaN scores are counted in {nan_scores.dtype}"
     chosen = torch.empty(tokens, top_k, dtype=torch.int64, device=q.device)
     stride = triton.cdiv(table.width, PER_PAGE.value) * PER_PAGE.value
     block = max(1, SCORE_BUFFER // stride)
@@ -121,6 +124,7 @@ def select_entries(
             table.width,
             orders,
             stride,
+            nan_scores,
             heads,
             HEADS=max(triton.next_power_of_2(heads), MIN_HEADS),
             **score_options(q.element_size()),
@@ -198,12 +202,14 @@ def _score_kernel(
     width,
     orders,
     orders_token,
+    nan_scores,
     heads,
     HEADS: tl.constexpr,
 ):
     """Scores of one token's entries, as integers in the same order, for every n-th of its pages.
 
-    A page is written whole, so that what reads the scores may read words of several.
+    A page is written whole, so that what reads the scores may read words of several. A program
+    that met NaN adds their number to the count, once; all others leave memory alone.
     """
     token = tl.program_id(0).to(tl.int64)
     count = tl.minimum(tl.load(visible + token), width).to(tl.int32)
@@ -213,6 +219,7 @@ def _score_kernel(
     query = tl.load(query, mask=exists[None, :], other=0.0)  # [WIDTH, HEADS]
     weight = tl.load(head_weights + token * head_weights_token + head, mask=exists, other=0.0)
     pages = page_table + tl.load(requests + token) * page_table_request
+    unordered = tl.zeros((PER_PAGE,), tl.int32)  # NaN, by their place in a page
     for number in tl.range(tl.program_id(1), tl.cdiv(count, PER_PAGE), tl.num_programs(1)):
         entry = number * PER_PAGE + slot
         row = tl.load(pages + number) * PER_PAGE + slot
@@ -228,6 +235,9 @@ def _score_kernel(
         score = tl.sum(products * weight[None, :], axis=1)
         order = tl.where(entry < count, _order_of(score), LOWEST)
         tl.store(orders + token * orders_token + entry, order)
+        unordered += ((entry < count) & (score != score)).to(tl.int32)
+    found = tl.sum(unordered, axis=0).to(tl.int64)
+    tl.atomic_add(nan_scores, found, mask=found > 0, sem="relaxed")
 
 
 @triton.jit

@@ -161,6 +161,7 @@ def select_entries(
     table: EntryTable,
     *,
     top_k: int,
+    nan_scores: torch.Tensor,
 ) -> torch.Tensor:
     """The lightning indexer: the top_k best of the entries that each token may see.
 
@@ -168,7 +169,8 @@ def select_entries(
 
     q [T, index heads, 128]; head_weights [T, index heads] float32 (signed, scales included);
     keys [entries, 128]. Returns [T, top_k] int64: entry numbers within the request, best first, -1
-    past the visible ones. Ties go to the lower number; a NaN score counts as the lowest.
+    past the visible ones. Ties go to the lower number; a NaN score counts as the lowest, and how
+    many of the visible entries' scores are NaN is added to nan_scores [1] int64.
     """
     width = table.width
     entry = torch.arange(width, device=q.device)
@@ -182,8 +184,9 @@ def select_entries(
         )
         products = torch.einsum("thd,ted->the", q[part].float(), keys[stored].float()).relu()
         scores = torch.einsum("the,th->te", products, head_weights[part])
-        scores = torch.nan_to_num(scores, nan=float("-inf"))
         visible = entry < table.visible[part].unsqueeze(1)
+        nan_scores.add_((scores.isnan() & visible).sum())
+        scores = torch.nan_to_num(scores, nan=float("-inf"))
         scores = scores.masked_fill(~visible, float("-inf"))
         order = scores.sort(dim=1, descending=True, stable=True).indices[:, :top_k]
         seen = visible.gather(1, order)

@@ -326,6 +326,7 @@ def _served_state() -> None:
             "kv_pool": _path(runner.token_to_kv_pool),
             "rows": str(runner.token_to_kv_pool.dtype).removeprefix("torch."),
             "ops": dict(runner.model.ops.providers),
+            "nan_index_scores": runner.attn_backend.nan_watch.counts(),
         }
 
     owner._add_topology = add_topology

@@ -129,4 +129,4 @@ def assert_stays_on_device(op: Callable[..., Any], *args: Any, **kwargs: Any) ->
                 return replace(value, **{name: fake(getattr(value, name)) for name in names})
             return value
 
-        return op(*map(fake, args), **kwargs)
+        return op(*map(fake, args), **{name: fake(value) for name, value in kwargs.items()})

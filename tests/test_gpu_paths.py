@@ -74,8 +74,10 @@ def watch(lm: SmallLM) -> dict[int, Selection]:
     """From now on, the last selection of every CSA layer, by its number."""
     found: dict[int, Selection] = {}
 
-    def keep(layer: int, op: Callable[..., Any], *given: Any, top_k: int) -> torch.Tensor:
-        chosen: torch.Tensor = op(*given, top_k=top_k)
+    def keep(
+        layer: int, op: Callable[..., Any], *given: Any, top_k: int, nan_scores: torch.Tensor
+    ) -> torch.Tensor:
+        chosen: torch.Tensor = op(*given, top_k=top_k, nan_scores=nan_scores)
         found[layer] = Selection(*given, top_k, chosen)
         return chosen
 
@@ -85,6 +87,12 @@ def watch(lm: SmallLM) -> dict[int, Selection]:
             op = functools.partial(keep, number, indexer.ops.select_entries)
             indexer.ops = replace(indexer.ops, select_entries=op)
     return found
+
+
+def nan_scores(lm: SmallLM) -> dict[int, int]:
+    """What the indexer of each CSA layer has counted."""
+    numbered = enumerate(layer.attn.indexer for layer in lm.model.layers)
+    return {number: int(one.nan_scores) for number, one in numbered if one is not None}
 
 
 def assert_in_range(chosen: Sequence[int], visible: int, top_k: int) -> list[int]:
@@ -158,11 +166,13 @@ def index_rows(request: Request, entries: Sequence[int]) -> list[int]:
 
 @pytest.mark.parametrize("device", ["cpu", on_gpu()])
 def test_nan_in_an_index_key_is_chosen_last(device: str, checkpoint: Path) -> None:
-    """By a request that sees more entries than are selected, and by one that must take them all."""
+    """By a request that sees more entries than are selected, and by one that must take them all;
+    both are counted."""
     runner = Runner(checkpoint, dtype=BF16, device=device)
     requests = [runner.open() for _ in range(2)]
     for request, length in zip(requests, (150, 22), strict=True):
         runner.step((request, draw(length, seed=length)))
+    assert nan_scores(runner.lm) == {2: 0, 4: 0, 6: 0}  # though the caches were NaN to begin with
     poisoned = (0, 3, 4)
     for cache in runner.caches:
         if cache.index_keys is not None:
@@ -171,12 +181,15 @@ def test_nan_in_an_index_key_is_chosen_last(device: str, checkpoint: Path) -> No
     found = watch(runner.lm)
     logits = torch.cat(runner.step(*((request, [20]) for request in requests)))
     assert logits.isfinite().all() and found.keys() == {2, 4, 6}
+    assert nan_scores(runner.lm) == dict.fromkeys(found, 2 * len(poisoned))
     for selection in found.values():
         assert selection.scores(0)[list(poisoned)].isnan().all()
         assert not set(poisoned) & set(assert_in_range(selection.of(0), 37, 8))
         assert assert_in_range(selection.of(1), 5, 8)[2:] == list(poisoned)
         given = (selection.q, selection.head_weights, selection.keys, selection.table)
-        expected = reference.select_entries(*given, top_k=selection.top_k)
+        count = torch.zeros(1, dtype=torch.int64, device=device)
+        expected = reference.select_entries(*given, top_k=selection.top_k, nan_scores=count)
+        assert int(count) == 2 * len(poisoned)
         assert torch.equal(selection.chosen.sort().values, expected.sort().values)
 
 
@@ -202,6 +215,7 @@ def test_nan_in_an_index_query_stays_in_range_and_with_its_token(
     found = watch(runner.lm)
     logits = torch.cat(runner.step(*((request, [20]) for request in requests)))
     assert logits.isfinite().all() and found.keys() == {2, 4, 6}
+    assert nan_scores(runner.lm) == dict.fromkeys(found, 151 // 4)  # the token's visible entries
     for selection in found.values():
         assert selection.of(0) == list(range(8))
         assert not assert_best(selection, 1)

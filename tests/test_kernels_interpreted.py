@@ -83,7 +83,8 @@ SELECTIONS = (
     Selection("attention/test_index_query.py", select="triton and not mix and not dtype0"),
     Selection(
         "attention/test_select_entries.py",
-        select="triton and (ties or equals_the_loop and 16 and dtype0) and not 262144 and not 300",
+        select="triton and (ties or counted or equals_the_loop and 16 and dtype0)"
+        " and not 262144 and not 300",
         thorough="triton and not 300 and not 262144 and not (200 and dtype1)",
     ),
     Selection("moe/test_route_scored.py", select="triton and not transformers and not 61"),

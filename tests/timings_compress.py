@@ -136,7 +136,8 @@ def _select_setup(
         )
         q = _randn(requests, HEADS, INDEX_WIDTH, dtype=torch.bfloat16)
         weights = _randn(requests, HEADS)
-        return lambda: op(q, weights, keys, table, top_k=top_k)
+        found = torch.zeros(1, dtype=torch.int64, device="cuda")
+        return lambda: op(q, weights, keys, table, top_k=top_k, nan_scores=found)
 
     return setup
 
@@ -160,7 +161,7 @@ _SCORE = {
     "q": "*bf16", "q_token": "i32", "q_head": "i32", "head_weights": "*fp32",
     "head_weights_token": "i32", "keys": "*bf16", "keys_row": "i32", "requests": "*i64",
     "page_table": "*i64", "page_table_request": "i32", "visible": "*i64", "width": "i32",
-    "orders": "*i32", "orders_token": "i32", "heads": "i32",
+    "orders": "*i32", "orders_token": "i32", "nan_scores": "*i64", "heads": "i32",
 }  # fmt: skip
 _SELECT = {
     "orders": "*i32", "orders_token": "i32", "visible": "*i64", "width": "i32",

@@ -40,7 +40,7 @@ def provider(monkeypatch):
 def make_backend(monkeypatch, provider, kinds=tuple(LayerKind)):
     caches = (SimpleNamespace(kv=torch.zeros(1, 512), window_rows=1),)
     monkeypatch.setattr(host, "layer_caches", lambda pool: caches)
-    layer = SimpleNamespace(attn=SimpleNamespace(heads=HEADS, scale=SCALE))
+    layer = SimpleNamespace(attn=SimpleNamespace(heads=HEADS, scale=SCALE, indexer=None))
     model = SimpleNamespace(
         ops=SimpleNamespace(sparse_attention=provider.sparse_attention),
         config=SimpleNamespace(index_topk=TOP_K, layer_kinds=kinds),
@@ -98,6 +98,19 @@ def test_widths_of_layer_kinds_that_the_model_lacks_are_left_out(monkeypatch, pr
     backend = make_backend(monkeypatch, provider, (LayerKind.SWA, LayerKind.CSA))
     backend.init_forward_metadata_out_graph(forward(2), in_capture=True)
     assert provider.calls == [(2, WINDOW), (2, WINDOW + TOP_K)]
+
+
+def test_each_forward_but_no_capture_looks_for_nan(monkeypatch, provider):
+    """Before the forward, whatever it is: replay, eager decode, prefill."""
+    backend = make_backend(monkeypatch, provider)
+    monkeypatch.setattr(backend, "init_forward_metadata_in_graph", lambda forward_batch: None)
+    assert backend.nan_watch.forwards == 0
+    backend.init_forward_metadata_out_graph(forward(4), in_capture=True)
+    assert backend.nan_watch.forwards == 0
+    backend.init_forward_metadata_out_graph(forward(4))
+    backend.init_forward_metadata(forward(4))
+    backend.init_forward_metadata(forward(9, ForwardMode.EXTEND))
+    assert backend.nan_watch.forwards == 3
 
 
 def test_metadata_is_built_by_the_op_of_the_model(monkeypatch, provider):

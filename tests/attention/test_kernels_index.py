@@ -183,6 +183,18 @@ def test_the_last_place_among_equals_goes_to_the_lowest_number(distinct):
 # ---- both kernels ----
 
 
+def counter():
+    return torch.zeros(1, dtype=torch.int64, device=MACHINE.device)
+
+
+def selected(op, *given, top_k):
+    """What `select_entries` chooses where no score is NaN."""
+    found = counter()
+    chosen = op(*given, top_k=top_k, nan_scores=found)
+    assert found.item() == 0
+    return chosen
+
+
 def inputs(visible, heads, top, *, entries=None, dtype=torch.float32, seed=0):
     """Small integers, whose scores are exact, so that order and ties are; the keys that nobody
     sees are NaN. entries: the width of the table."""
@@ -215,10 +227,15 @@ def inputs(visible, heads, top, *, entries=None, dtype=torch.float32, seed=0):
 @pytest.mark.kernels
 @pytest.mark.parametrize("programs", [thorough(1), 9, thorough(1000)])
 def test_any_number_of_programs_gives_the_same(monkeypatch, programs):
-    arguments = inputs((150, 0, 300), 5, 2)
+    """The same count of NaN as well, of which a program may meet several, in pages of its own."""
+    q, weights, keys, table = inputs((150, 0, 300), 5, 2)
+    keys[table.page_table[2] * 64 + 3] = math.nan
     monkeypatch.setattr(kernels, "SCORE_PROGRAMS", programs)
-    result = kernels.select_entries(*arguments, top_k=12)
-    assert torch.equal(result, reference.select_entries(*arguments, top_k=12))
+    found, expected = counter(), counter()
+    result = kernels.select_entries(q, weights, keys, table, top_k=12, nan_scores=found)
+    wanted = reference.select_entries(q, weights, keys, table, top_k=12, nan_scores=expected)
+    assert torch.equal(result, wanted)
+    assert found.item() == expected.item() == 5
 
 
 @pytest.mark.kernels
@@ -226,17 +243,17 @@ def test_any_number_of_programs_gives_the_same(monkeypatch, programs):
 def test_any_size_of_the_buffer_gives_the_same(monkeypatch, buffer):
     arguments = inputs((150, 3, 0, 130), 3, 2)
     monkeypatch.setattr(kernels, "SCORE_BUFFER", buffer)
-    result = kernels.select_entries(*arguments, top_k=9)
-    assert torch.equal(result, reference.select_entries(*arguments, top_k=9))
+    result = selected(kernels.select_entries, *arguments, top_k=9)
+    assert torch.equal(result, selected(reference.select_entries, *arguments, top_k=9))
 
 
 @pytest.mark.kernels
 def test_no_more_entries_count_than_the_table_has():
     """Whatever a padding request says: nothing is written past the scores of its token."""
     q, weights, keys, table = inputs((100, 150, 150), 3, 2, entries=150)
-    expected = reference.select_entries(q, weights, keys, table, top_k=9)
+    expected = selected(reference.select_entries, q, weights, keys, table, top_k=9)
     more = replace(table, visible=torch.tensor([100, 10**9, 151], device=q.device))
-    assert torch.equal(kernels.select_entries(q, weights, keys, more, top_k=9), expected)
+    assert torch.equal(selected(kernels.select_entries, q, weights, keys, more, top_k=9), expected)
 
 
 @pytest.mark.kernels
@@ -252,8 +269,9 @@ def test_infinite_scores_compare_as_the_reference_has_them(value):
     for entry, key in ((7, limit), (3, math.inf), (100, value), (90, 1.0), (1, math.inf)):
         keys[rows[entry], 0] = key
     for signed in (weights, -weights):
-        result = kernels.select_entries(q, signed, keys, table, top_k=8)
-        assert torch.equal(result, reference.select_entries(q, signed, keys, table, top_k=8))
+        result = selected(kernels.select_entries, q, signed, keys, table, top_k=8)
+        expected = selected(reference.select_entries, q, signed, keys, table, top_k=8)
+        assert torch.equal(result, expected)
 
 
 def test_programs_are_as_many_as_there_is_work_for():
@@ -268,9 +286,9 @@ def test_programs_are_as_many_as_there_is_work_for():
 def test_what_a_kernel_is_not_made_for_is_an_error():
     q, weights, keys, table = inputs((10,), 2, 2)
     with pytest.raises(AssertionError, match="index keys in torch.bfloat16 for queries in"):
-        kernels.select_entries(q, weights, keys.bfloat16(), table, top_k=4)
+        selected(kernels.select_entries, q, weights, keys.bfloat16(), table, top_k=4)
     with pytest.raises(AssertionError, match="128 channels, not 64"):
-        kernels.select_entries(q[..., :64], weights, keys, table, top_k=4)
+        selected(kernels.select_entries, q[..., :64], weights, keys, table, top_k=4)
     with pytest.raises(AssertionError, match="128 channels, not 64"):
         kernels.index_query(q[..., :64], table.visible, FREQUENCIES, fp4=True)
 
@@ -310,8 +328,8 @@ def test_select_entries_at_real_shapes(op, tokens, top_k):
         (511, 16384, 0, 1, 513, 2047, 2048, 2049, 8191, 1024, 1025)[i % 11] for i in range(tokens)
     ]
     arguments = inputs(visible, 64, 2, entries=16384, dtype=torch.bfloat16)
-    result = op(*arguments, top_k=top_k)
-    assert torch.equal(result, reference.select_entries(*arguments, top_k=top_k))
+    result = selected(op, *arguments, top_k=top_k)
+    assert torch.equal(result, selected(reference.select_entries, *arguments, top_k=top_k))
 
 
 @pytest.mark.gpu((8, 0))
@@ -319,8 +337,8 @@ def test_select_entries_at_real_shapes(op, tokens, top_k):
 def test_the_longest_context(op):
     """65,536 entries: the scores of 262,144 tokens."""
     arguments = inputs((65536, 65535, 40000), 64, 2, entries=65536, dtype=torch.bfloat16)
-    result = op(*arguments, top_k=512)
-    assert torch.equal(result, reference.select_entries(*arguments, top_k=512))
+    result = selected(op, *arguments, top_k=512)
+    assert torch.equal(result, selected(reference.select_entries, *arguments, top_k=512))
 
 
 @pytest.mark.gpu((8, 0))
@@ -328,8 +346,9 @@ def test_the_longest_context(op):
 def test_a_prefill_in_several_parts(op, monkeypatch):
     monkeypatch.setattr(kernels, "SCORE_BUFFER", 1 << 18)
     q, weights, keys, table = inputs(range(1, 1500, 3), 64, 2, dtype=torch.bfloat16)
-    result = op(q, weights, keys, table, top_k=512)
-    assert torch.equal(result, reference.select_entries(q, weights, keys, table, top_k=512))
+    result = selected(op, q, weights, keys, table, top_k=512)
+    expected = selected(reference.select_entries, q, weights, keys, table, top_k=512)
+    assert torch.equal(result, expected)
 
 
 @pytest.mark.gpu((8, 0))
@@ -340,32 +359,37 @@ def test_keys_beyond_two_gigabytes(op):
     large = torch.zeros(pages * 64 + len(keys), 128, dtype=torch.bfloat16, device=q.device)
     large[pages * 64 :] = keys
     far = EntryTable(table.request, table.page_table + pages, table.visible, table.width, 0)
-    result = op(q, weights, large, far, top_k=512)
-    assert torch.equal(result, op(q, weights, keys, table, top_k=512))
+    result = selected(op, q, weights, large, far, top_k=512)
+    assert torch.equal(result, selected(op, q, weights, keys, table, top_k=512))
 
 
 @pytest.mark.gpu((8, 0))
 @pytest.mark.parametrize("op", SELECT)
 @pytest.mark.parametrize("tokens", [1, 32])
 def test_a_replayed_selection_equals_eager(op, tokens):
-    """Captured where nothing is visible, replayed at other lengths, pages and keys."""
+    """Captured where nothing is visible, replayed at other lengths, pages and keys; NaN among these
+    is counted by each replay."""
+    in_graph, eager, expected = counter(), counter(), counter()
     q, weights, keys, table = static = inputs([8192] * tokens, 64, 2, dtype=torch.bfloat16)
     table.visible.zero_()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        op(*static, top_k=512)
+        op(*static, top_k=512, nan_scores=in_graph)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = op(*static, top_k=512)
+        captured = op(*static, top_k=512, nan_scores=in_graph)
     for seed in range(1, 5):
         generator = torch.Generator().manual_seed(seed)
         visible = torch.randint(0, 8193, (tokens,), generator=generator).tolist()
         fresh = inputs(visible, 64, 2, entries=8192, dtype=torch.bfloat16, seed=seed)
+        fresh[2][fresh[3].page_table[:, 0] * 64 + seed] = math.nan
         for target, source in zip(static[:3], fresh[:3], strict=True):
             target.copy_(source)
         table.page_table.copy_(fresh[3].page_table)
         table.visible.copy_(fresh[3].visible)
         graph.replay()
-        assert torch.equal(captured, op(*fresh, top_k=512))
-        assert torch.equal(captured, reference.select_entries(*fresh, top_k=512))
+        assert torch.equal(captured, op(*fresh, top_k=512, nan_scores=eager))
+        wanted = reference.select_entries(*fresh, top_k=512, nan_scores=expected)
+        assert torch.equal(captured, wanted)
+        assert in_graph.item() == eager.item() == expected.item() > 0

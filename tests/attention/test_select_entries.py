@@ -5,6 +5,7 @@ Most inputs are small integers: scores are then exact in float32, and so are ord
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -18,9 +19,15 @@ PER_PAGE = 64  # entries in a page of tokens
 PAGES = 16
 
 
+@pytest.fixture
+def counted():
+    """Where `run` counts NaN."""
+    return torch.zeros(1, dtype=torch.int64, device=MACHINE.device)
+
+
 @pytest.fixture(params=implementations("select_entries"))
-def run(request):
-    return request.param
+def run(request, counted):
+    return partial(request.param, nan_scores=counted)
 
 
 def integers(*shape, low, high, seed=0):
@@ -97,7 +104,7 @@ def exact_inputs(tokens, heads, seed=0, dtype=torch.float32):
         ((), 4),
     ],
 )
-def test_equals_the_loop(run, monkeypatch, dtype, visible, block_rows, top_k):
+def test_equals_the_loop(run, counted, monkeypatch, dtype, visible, block_rows, top_k):
     monkeypatch.setattr(reference, "SCORE_BLOCK_ROWS", block_rows)
     table = table_of(visible)
     q, head_weights, keys = exact_inputs(len(visible), 5, dtype=dtype)
@@ -105,6 +112,7 @@ def test_equals_the_loop(run, monkeypatch, dtype, visible, block_rows, top_k):
     result = run(q, head_weights, keys, table, top_k=top_k)
     assert result.dtype is torch.int64 and result.shape == (len(visible), top_k)
     assert result.tolist() == by_loop(q, head_weights, keys, table, top_k)
+    assert counted.item() == 0  # whatever the keys that no token sees are
 
 
 @pytest.mark.parametrize("width", [191, 192, 256])
@@ -165,6 +173,29 @@ def test_a_nan_score_is_the_lowest(run):
     assert result[2] == [0, 1, 2, 3, 4, 5]
 
 
+@pytest.mark.parametrize("block_rows", [1, 1 << 18])
+def test_visible_nan_scores_are_counted(run, counted, monkeypatch, block_rows):
+    """Of keys, queries and head weights, each score once, on top of what was counted before."""
+    monkeypatch.setattr(reference, "SCORE_BLOCK_ROWS", block_rows)
+    table = table_of((140, 5, 70, 0, 3, 9))  # of three requests, in turn
+    q, head_weights, keys = exact_inputs(6, 4)
+    keys = keys_of(table, keys)
+    for token, entry in ((0, 0), (0, 3), (0, 139), (1, 2), (2, 69)):
+        keys[row_of(table, token, entry)] = math.nan
+    before = q.clone(), head_weights.clone(), keys.clone()
+    counted.fill_(1000)
+    first = run(q, head_weights, keys, table, top_k=6)
+    # Token 4 sees entry 2 of request 1 as well; token 5 does not see entry 69 of request 2.
+    assert counted.item() == 1000 + 3 + 1 + 1 + 0 + 1 + 0
+    assert torch.equal(run(q, head_weights, keys, table, top_k=6), first)
+    assert counted.item() == 1000 + 2 * 6
+    q[1, 2, 7], head_weights[3, 0], head_weights[5, 1] = math.nan, math.nan, math.nan
+    run(q, head_weights, keys, table, top_k=6)
+    assert counted.item() == 1000 + 2 * 6 + 3 + 5 + 1 + 0 + 1 + 9
+    for now, then in zip((q, head_weights, keys), before, strict=True):
+        assert (torch.isnan(now) | (now == then)).all()
+
+
 @pytest.mark.parametrize("scale", [1e-20, 1.0, 1e15])
 def test_real_scores(run, scale):
     """No chosen score may be worse than one left out, as far as float32 can tell."""
@@ -196,4 +227,5 @@ def test_tokens_do_not_mix(run):
 
 def test_stays_on_device(run):
     table = table_of((40, 5, 41))
-    assert_stays_on_device(run, *exact_inputs(3, 4), table, top_k=6)
+    counter = torch.zeros(1, dtype=torch.int64, device=MACHINE.device)
+    assert_stays_on_device(run.func, *exact_inputs(3, 4), table, top_k=6, nan_scores=counter)

@@ -72,3 +72,4 @@ def test_our_classes_serve(served) -> None:
     assert state["attention_backend"] == "sglang_dsv4.attention.backend.DSV4Backend"
     assert state["kv_pool"] == "sglang_dsv4.host.KVPool"
     assert set(state["ops"].values()) == {"reference"}
+    assert state["nan_index_scores"] == {}
