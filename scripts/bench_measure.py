@@ -6,7 +6,7 @@ import random
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,16 +51,36 @@ def decode(server: Server, prompts: Sequence[Sequence[int]], steps: int) -> dict
     streams, cached = stream(server, prompts, steps + 1)
     found = step_time(streams)
     if found is None:
-        raise MeasureError(f"the {len(prompts)} requests were never decoded all at once")
+        raise MeasureError(
+            f"the {len(prompts)} requests were never decoded all at once{why_not(server)}"
+        )
     seconds, counted = found
     return {"value": 1000 * seconds, "steps": counted, "cached": cached}
 
 
+def why_not(server: Server) -> str:
+    """What the server says of how many requests it can decode at once; empty where it does not."""
+    try:
+        state = server.state()
+        most = state.get("effective_max_running_requests_per_dp")
+        window = state.get("memory_usage", {}).get("token_capacity_swa")
+    except Exception:  # an error has been found; that of asking must not hide it
+        return ""
+    told = [] if most is None else [f"runs at most {most:,}"]
+    if window is not None:
+        told.append(f"has window rows for {window:,} tokens in pages of {state.get('page_size')}")
+    return f": the server {' and '.join(told)}" if told else ""
+
+
 def stream(
-    server: Server, prompts: Sequence[Sequence[int]], tokens: int
+    server: Server,
+    prompts: Sequence[Sequence[int]],
+    tokens: int,
+    decoding: Callable[[], object] | None = None,
 ) -> tuple[list[list[Observation]], int]:
     """Observations of each prompt's greedy answer of `tokens` tokens, and how many of all prompts'
-    tokens came from the cache."""
+    tokens came from the cache. decoding: called once, when every answer has begun."""
+    waiting = set(range(len(prompts)))
     seen: list[list[Observation]] = [[] for _ in prompts]
     cached = [0] * len(prompts)
     body = {"input_ids": list(map(list, prompts)), "stream": True}
@@ -69,6 +89,10 @@ def stream(
         meta, index = message["meta_info"], message["index"]
         seen[index].append((time.perf_counter(), meta["completion_tokens"]))
         cached[index] = meta.get("cached_tokens") or 0
+        if waiting:
+            waiting.discard(index)
+            if not waiting and decoding is not None:
+                decoding()
         _check_end(meta["finish_reason"])
     short = [index for index, each in enumerate(seen) if not each or each[-1][1] != tokens]
     if short:
@@ -189,19 +213,25 @@ def served(info: dict[str, Any], ours: bool) -> tuple[bool, str]:
 
 _PER_TOKEN = re.compile(r"bytes_per_full_token=([\d.]+)")
 _GRAPHS = re.compile(r"Capture \S.*?CUDA graph end\..*?mem usage=([\d.]+) GB")
+_ALLOCATED = re.compile(r"bench_server: weights take (\d+) bytes")
 
 
-def memory(info: dict[str, Any], log: str) -> dict[str, float | None]:
+def memory(info: dict[str, Any], log: str) -> dict[str, Any]:
     """GB as SGLang counts them (2^30 bytes): weights, cache, graphs; and bytes of the cache for
-    each token of context, window rows in their share included."""
+    each token of context, window rows in their share included.
+
+    by_free_memory: which of them SGLang takes for how much less of the GPU's memory was free
+    afterwards, so that servers which start at the same moment change them.
+    """
     held = info["internal_states"][0].get("memory_usage") or {}
     graph = held.get("graph")
     by_log = [float(value) for value in _GRAPHS.findall(log)]
-    per_token = _PER_TOKEN.search(log)
+    per_token, allocated = _PER_TOKEN.search(log), _ALLOCATED.search(log)
     return {
-        "weights": held.get("weight"),
+        "weights": int(allocated[1]) / 2**30 if allocated else held.get("weight"),
         "cache": held.get("kvcache"),
         "graphs": sum(graph.values()) if graph else (sum(by_log) if by_log else None),
         "bytes_per_token": float(per_token[1]) if per_token else None,
         "tokens": held.get("token_capacity"),
+        "by_free_memory": ["graphs"] if allocated else ["weights", "graphs"],
     }

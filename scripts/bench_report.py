@@ -1,8 +1,8 @@
 """Tables and plot of bench_vs_builtin.py, from the JSON of its calls.
 
 A ratio is how many times as fast as the built-in model: its time over ours, or our tokens per
-second over its. It is taken within each round, and told as the median with the smallest and the
-largest.
+second over its; of launches, how many times as few. It is taken within each round, and told as the
+median with the smallest and the largest.
 """
 
 import json
@@ -147,7 +147,9 @@ def markdown(result: Result) -> str:
         f"{packages}; driver {device.get('driver', 'none')}. Dummy weights. Median (smallest to"
         f" largest) of up to {result['rounds']} rounds, of serving {result['serving_rounds']};"
         " ratios: times as fast as"
-        f" {against or 'the built-in model, which was not measured'}.",
+        f" {against or 'the built-in model, which was not measured'}; of launches, times as few."
+        " GB in brackets: how much less of the GPU's memory was free afterwards, other servers that"
+        " started meanwhile included.",
         "",
         *_variants(result),
         "",
@@ -174,7 +176,7 @@ def _variants(result: Result) -> list[str]:
             "graphs GB", "ready s"]  # fmt: skip
     rows = []
     for name, about in result["variants"].items():
-        held, checks = about.get("memory") or {}, about.get("checks") or {}
+        checks = about.get("checks") or {}
         how = "in turn" if in_turn(result, name) else "apart"
         status = about.get("status", "not started")
         rows.append([
@@ -182,10 +184,18 @@ def _variants(result: Result) -> list[str]:
             f"{status}: {about['why']}" if about.get("why") else status,
             str(checks.get("served", ["", "-"])[1]),
             how if status in ("ok", "suspect") else "-",
-            *(_held(held.get(field)) for field in ("weights", "bytes_per_token", "graphs")),
+            *(_memory(about, field) for field in ("weights", "bytes_per_token", "graphs")),
             _held(about.get("ready_s")),
         ])  # fmt: skip
     return table(head, rows)
+
+
+def _memory(about: Row, field: str) -> str:
+    """A figure of a server's memory, in brackets where others that started meanwhile changed it."""
+    memory = about.get("memory") or {}
+    told = _held(memory.get(field))
+    disturbed = len(about.get("started_with", ())) > 1 and field in memory.get("by_free_memory", ())
+    return f"({told})" if disturbed and told != "-" else told
 
 
 def _held(value: Any) -> str:
@@ -234,13 +244,16 @@ def plot(results: Sequence[Result], file: Path) -> None:
         _draw(axis, ", ".join(filter(None, title)), drawn)
     for axis in axes[len(panels) :]:
         axis.set_axis_off()
-    heading = "times as fast as SGLang's built-in model\n(median, smallest to largest)"
+    heading = (
+        "times as fast as SGLang's built-in model; of launches, as few\n"
+        "(median, smallest to largest)"
+    )
     figure.suptitle(heading, fontsize=10)
     figure.savefig(file, format="png")
 
 
 def _panel(result: Result, key: Mapping[str, Any]) -> tuple[str, ...]:
-    context = f"context {key['context']:,}" if key["kind"] in ("decode", "serving") else ""
+    context = "" if key["kind"] in ("ready", "prefill") else f"context {key['context']:,}"
     preset = f"{result['preset']} {result['layers']} layers"
     return preset, key["kind"], key["what"], key["metric"], context
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import bench_host as host
 import bench_measure as measure
+import bench_profile
 import bench_report
 import bench_traffic as traffic
 import bench_variants as plan
@@ -22,6 +23,14 @@ from bench_variants import Point, Variant
 import serving
 
 SCRIPTS = Path(__file__).resolve().parent
+LEAST_START = 30  # seconds: with less left, no server is started
+NO_TIME = "no time left to start it"
+# What is found at a point: metric, unit.
+METRICS = {
+    "decode": (("step", "ms"),),
+    "prefill": (("first token", "ms"),),
+    "kernels": (("device busy", "ms"), ("launches", "a step")),
+}
 
 
 class Bench:
@@ -91,11 +100,23 @@ class Bench:
         changed = plan.environment(variant) | environment
         return measure.Server(folder, self.work / log, options=self.options(), env=changed)
 
+    def too_late(self, name: str) -> bool:
+        """Whether no time is left to start a server, which its row then says."""
+        if self.left() >= LEAST_START:
+            return False
+        about = self.result["variants"].setdefault(name, {})
+        about["status"] = "failed"
+        about["why"] = "; ".join(filter(None, [about.get("why"), NO_TIME]))
+        self.save()
+        print(f"{name}: {NO_TIME}", flush=True)
+        return True
+
     def start(self, name: str, server: measure.Server) -> float | None:
         """Seconds until it answers; None, and a row that says why, where it does not."""
         limit = min(self.arguments.start_limit, self.left())
         server.start_limit = limit
-        about: dict[str, Any] = {"command": server.command(), "environment": server.env}
+        about = self.result["variants"].setdefault(name, {})
+        about |= {"command": server.command(), "environment": server.env}
         begin = time.monotonic()
         try:
             server.__enter__()
@@ -107,7 +128,6 @@ class Bench:
         else:
             about |= {"status": "ok", "ready_s": round(time.monotonic() - begin, 1)}
             print(f"{name}: ready after {about['ready_s']} s", flush=True)
-        self.result["variants"][name] = about
         return about.get("ready_s")
 
     def ready(self, name: str) -> None:
@@ -116,9 +136,10 @@ class Bench:
         with tempfile.TemporaryDirectory() as home:
             for what in ("cold", "warm"):
                 key |= {"what": what, "metric": "ready"}
-                if self.left() < 30:
-                    self.add(name, key, 1, error="no time left")
+                if self.too_late(name):
+                    self.add(name, key, 1, error=NO_TIME)
                     continue
+                self.result["variants"][name] = {"started_with": [name]}
                 server = self.made(name, f"{name}_{what}.log", **host.own_caches(Path(home)))
                 try:
                     seconds = self.start(name, server)
@@ -142,7 +163,8 @@ class Bench:
             checks["finite"] = measure.finite(server, prompt)
             log = server.log.read_text(errors="replace")
             about["memory"] = measure.memory(info, log)
-            checks["weights"] = self.weights_as_planned(variant, about["memory"]["weights"])
+            alone = len(about["started_with"]) == 1
+            checks["weights"] = self.weights_as_planned(variant, about["memory"], alone)
             checks["dummies"] = ("dummy weights are filled" in log, "by bench_server.py")
         except Exception as error:  # a server that broke is a row, too
             checks["answers"] = (False, f"{type(error).__name__}: {error}"[:300])
@@ -156,20 +178,32 @@ class Bench:
             print(f"{name}: {about['why']}", flush=True)
         self.save()
 
-    def weights_as_planned(self, variant: Variant, held: float | None) -> tuple[bool, str]:
-        """That experts lie in memory in the format that the variant's name says."""
-        planned = plan.weight_bytes(self.raw, variant) / 2**30
+    def weights_as_planned(
+        self, variant: Variant, memory: Mapping[str, Any], alone: bool
+    ) -> tuple[bool, str]:
+        """That experts lie in memory in the format that the variant's name says.
+
+        alone: whether no other server was starting then. What neighbours took can be in a figure
+        that SGLang made of free memory, which then tells only whether there is enough.
+        """
+        held, planned = memory["weights"], plan.weight_bytes(self.raw, variant) / 2**30
         if not held or self.arguments.device == "cpu":  # whose memory SGLang cannot tell apart
             return True, f"not told; about {planned:.1f} GB expected"
-        right = 0.7 * planned <= held <= 1.15 * planned + 1
-        return right, f"{held:.1f} GB, about {planned:.1f} expected"
+        told = f"{held:.1f} GB, about {planned:.1f} expected"
+        own = alone or "weights" not in memory["by_free_memory"]
+        if held < 0.7 * planned or (own and held > 1.15 * planned + 1):
+            return False, told
+        return True, told if own else f"{told}, with what neighbours took meanwhile"
 
     # ---- measurements ----
 
     def wave(self, names: Sequence[str]) -> None:
         """Start these at the same moment, measure every point on each in turn, stop them."""
+        names = [name for name in names if not self.too_late(name)]
+        if not names:
+            return
         running = {name: self.made(name, f"{name}.log") for name in names}
-        self.result["variants"] |= {name: {} for name in names}
+        self.result["variants"] |= {name: {"started_with": names} for name in names}
         with ThreadPoolExecutor(len(names)) as pool:
             try:
                 started = list(pool.map(self.start, names, list(running.values())))
@@ -181,6 +215,7 @@ class Bench:
                     self.result["variants"][name]["beside"] = list(running)
                 self.rounds(running)
                 self.traffic(running)
+                self.kernels(running)
                 for name, server in running.items():
                     self.check(name, server)
             finally:  # before the pool waits for those that still start
@@ -189,34 +224,51 @@ class Bench:
 
     def rounds(self, running: Mapping[str, measure.Server]) -> None:
         """Round 0 compiles, tunes and fills the prefix cache, and counts for nothing."""
-        quick = [point for point in self.points if point.kind != "serving"]
+        quick = [point for point in self.points if point.kind in ("decode", "prefill")]
         for number in range(self.arguments.rounds + 1):
             order = list(running)[:: 1 if number % 2 else -1]
             for point in quick:
                 for name in order:
                     self.one(name, running[name], point, number)
 
+    def kernels(self, running: Mapping[str, measure.Server]) -> None:
+        """Profiles of each server in turn. After all else: a profiler may leave a server slower."""
+        profiled = [point for point in self.points if point.kind == "kernels"]
+        for number in range(1, max(1, self.arguments.rounds // 2) + 1):
+            order = list(running)[:: 1 if number % 2 else -1]
+            for point in profiled:
+                for name in order:
+                    self.one(name, running[name], point, number)
+
     def one(self, name: str, server: measure.Server, point: Point, number: int) -> None:
-        key = {**point.key, "metric": "step" if point.kind == "decode" else "first token",
-               "unit": "ms", "better": "less"}  # fmt: skip
-        vocabulary = self.raw["vocab_size"]
+        keys = [
+            {**point.key, "metric": metric, "unit": unit, "better": "less"}
+            for metric, unit in METRICS[point.kind]
+        ]
+        found: list[dict[str, Any]] = [{"error": "no time left"}] * len(keys)
+        if self.left() >= 5:
+            try:
+                found = self.asked(server, point, number)
+            except Exception as error:  # one broken point must not hide the others
+                why = f"{type(error).__name__}: {error}"[:300]
+                found = [{"error": why}] * len(keys)
+        for key, each in zip(keys, found, strict=True):
+            self.add(name, key, number, **each)
+
+    def asked(self, server: measure.Server, point: Point, number: int) -> list[dict[str, Any]]:
+        """What is found for each of METRICS."""
 
         def prompt(seed: str) -> list[int]:
-            return measure.random_ids(f"{point.kind} {seed}", point.context, vocabulary)
+            return measure.random_ids(seed, point.context, self.raw["vocab_size"])
 
-        if self.left() < 5:
-            self.add(name, key, number, error="no time left")
-            return
-        try:
-            if point.kind == "decode":  # the same prompts each time: from the second on a hit
-                prompts = [prompt(str(each)) for each in range(point.batch)]
-                found = measure.decode(server, prompts, self.arguments.steps)
-            else:
-                found = measure.prefill(server, prompt(f"{point.context} {number}"))
-        except Exception as error:  # one broken point must not hide the others
-            self.add(name, key, number, error=f"{type(error).__name__}: {error}"[:300])
-            return
-        self.add(name, key, number, **found)
+        if point.kind == "prefill":
+            return [measure.prefill(server, prompt(f"prefill {point.context} {number}"))]
+        # The same prompts each time: from the second on a hit.
+        prompts = [prompt(f"decode {each}") for each in range(point.batch)]
+        if point.kind == "decode":
+            return [measure.decode(server, prompts, self.arguments.steps)]
+        step = bench_profile.profile(server, prompts, self.work)
+        return [{"value": step["busy_ms"], **step}, {"value": step["launches"]}]
 
     def traffic(self, running: Mapping[str, measure.Server]) -> None:
         """SGLang's own serving benchmark, each data set and concurrency on each server in turn."""

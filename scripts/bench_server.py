@@ -4,11 +4,14 @@ SGLang fills each floating tensor of --load-format dummy with numbers below 0.00
 but erase what tells tokens apart, so every token goes to the same few experts; the table of hash
 routing and four-bit codes hold what memory held. Such a model's times would be those of a handful
 of experts that stay in the GPU's cache. So after SGLang's own filling, and before anything is
-packed, `fill` gives each model, ours and the built-in one alike, values of a plausible size.
+packed, `fill` gives each model, ours and the built-in one alike, values of a plausible size. And
+the log says what the weights then take of this process's memory: SGLang tells how much less of the
+GPU's is free, whoever took it.
 
     python scripts/bench_server.py --model-path DIR --load-format dummy ...
 """
 
+import gc
 import importlib.abc
 import importlib.machinery
 import os
@@ -18,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 LOADER = "sglang.srt.model_loader.loader"
-FUNCTION = "initialize_dummy_weights"
+FUNCTION, CLASS = "initialize_dummy_weights", "DummyModelLoader"
 SMALL = 2.0**-6  # scales of quantised weights
 # The same by type: the code of 1, which our four-bit matrices begin with, and that of SMALL.
 CODES = {0x7F: 0x79, 0x38: 0x08}  # UE8M0, E4M3
@@ -115,15 +118,32 @@ class AfterImport(importlib.abc.MetaPathFinder):
 
 
 def follow(module: Any) -> None:
-    """Make `fill` run after the module's own function."""
-    native = getattr(module, FUNCTION)
+    """Make `fill` run after the module's own function, and the loader count what it allocates."""
+    native, loader = getattr(module, FUNCTION), getattr(module, CLASS)
+    load = loader.load_model
 
     def filled(model: Any, *arguments: Any, **options: Any) -> None:
         native(model, *arguments, **options)
         fill(model)
         print("bench_server: dummy weights are filled", flush=True)
 
+    def counted(self: Any, *arguments: Any, **options: Any) -> Any:
+        before = allocated()
+        model = load(self, *arguments, **options)
+        gc.collect()
+        if taken := allocated() - before:  # none on a CPU
+            print(f"bench_server: weights take {taken} bytes", flush=True)
+        return model
+
     setattr(module, FUNCTION, filled)
+    loader.load_model = counted
+
+
+def allocated() -> int:
+    """Bytes of the GPU's memory that this process's tensors take."""
+    import torch
+
+    return torch.cuda.memory_allocated()
 
 
 def serve() -> None:

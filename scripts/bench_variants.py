@@ -152,8 +152,8 @@ def waves(needed: Mapping[str, float], memory: float) -> tuple[list[list[str]], 
 
 @dataclass(frozen=True)
 class Point:
-    """One thing that is measured. kind: decode, prefill or serving; what: of serving, the data
-    set. batch: requests at once. context: tokens of each prompt."""
+    """One thing that is measured. kind: decode, prefill, serving or kernels; what: of serving, the
+    data set. batch: requests at once. context: tokens of each prompt."""
 
     kind: str
     batch: int
@@ -179,14 +179,16 @@ def points(
 ) -> list[Point]:
     """Everything in the order in which it is measured. A context of more than 32k tokens is decoded
     at the smallest batch alone: more would not fit ten minutes."""
+
+    def fitting(context: int) -> Sequence[int]:
+        return batches if context <= 32768 else batches[:1]
+
     found = []
     if "prefill" in measures:
         found += [Point("prefill", 1, length) for length in prefills]
     if "decode" in measures:
         found += [
-            Point("decode", batch, context)
-            for context in contexts
-            for batch in (batches if context <= 32768 else batches[:1])
+            Point("decode", batch, context) for context in contexts for batch in fitting(context)
         ]
     if "serving" in measures:
         found += [
@@ -194,6 +196,8 @@ def points(
             for what in DATASETS
             for concurrency in concurrencies
         ]
+    if "kernels" in measures:
+        found += [Point("kernels", batch, contexts[0]) for batch in fitting(contexts[0])]
     return found
 
 
@@ -208,6 +212,7 @@ def pool_tokens(chosen: Sequence[Point], steps: int, least: int) -> int:
     for point in chosen:
         batch = point.batch if point.kind != "serving" else 4 * point.batch
         tokens = batch * (point.context + max(steps, ANSWER) + 256)
-        kept = (point.kind, point.context, point.what)
+        kind = "decode" if point.kind == "kernels" else point.kind  # of the same prompts
+        kept = (kind, point.context, point.what)
         largest[kept] = max(largest.get(kept, 0), tokens)
     return max(least, int(1.2 * sum(largest.values()))) // 256 * 256

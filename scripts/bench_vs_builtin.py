@@ -21,7 +21,7 @@ import bench_variants as plan  # noqa: E402
 from bench_run import Bench  # noqa: E402
 
 FAILED, USAGE = 1, 2
-MEASURES = ("decode", "prefill", "serving", "ready")
+MEASURES = ("decode", "prefill", "serving", "ready", "kernels")
 DESCRIPTION = """\
 The same SGLang, shapes and dummy weights, with the plugin on and off. Servers that fit into the
 GPU's memory together start at the same moment and run beside each other, and every point is
@@ -40,6 +40,11 @@ measures:
   serving   sglang.benchmark.serving, random-ids (1,024 in, 128 out) and generated-shared-prefix
             (2,048 shared, 128 in, 128 out), at each --concurrency
   ready     seconds from the start to /health, with empty caches of compiled code, then full ones
+  kernels   ms of a decode step in which the device is busy, and its launches, at each --batch and
+            the first --context, from a profile of 12 steps in each of half as many rounds; where
+            the host is slower than the GPU, decode tells of the host and this of the model. Last of
+            all, since a profiler may leave a server slower. The JSON has the step from its first
+            launch to its last, and the 12 kernels that take longest. On a GPU only
 and always memory and checks: who serves, finite log-probabilities, token counts, errors in logs.
 
 Every server has --load-format dummy, --max-total-tokens, --context-length 133120, a port and
@@ -59,6 +64,7 @@ The first start compiles; where that takes longer than a call, the same call goe
   $R --measure decode,prefill --batch 1 8 16 64 128 --context 1024
   $R --measure decode --batch 1 8 16 64 128 --context 16384 --variants builtin-fp4,ours-mxfp4
   $R --measure decode --batch 1 --context 131072
+  $R --measure kernels --batch 1 8 16 64 128
   $R --measure serving --variants builtin-fp4,ours-mxfp4
   $R --measure decode,prefill --variants builtin-fp4,ours-mxfp4,ours-mxfp4-fp8
   $R --measure decode,prefill --variants builtin-fp8,builtin-fp4
@@ -157,6 +163,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, defaults in DEFAULTS.items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, defaults[arguments.device == "cpu"])
+    if arguments.device == "cpu" and "kernels" in arguments.measure:
+        print(
+            "bench_vs_builtin: --measure kernels needs the events of a GPU, which --device cpu has"
+            " none of: leave it out, or take --device cuda",
+            file=sys.stderr,
+        )
+        return USAGE
     arguments.out = arguments.out.resolve()
     # So that every server is stopped when the call is.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

@@ -1,6 +1,7 @@
 """The benchmark against the built-in model, as far as it needs neither a server nor a GPU."""
 
 import argparse
+import ast
 import importlib
 import json
 import math
@@ -98,6 +99,14 @@ def test_points_and_their_pool() -> None:
     assert [(one.what, one.context) for one in served] == [
         ("random-ids", 1024), ("generated-shared-prefix", 2176),
     ]  # fmt: skip
+    decoded = plan.points(["decode"], [1, 8], [1024], [], [])
+    both = plan.points(["decode", "kernels"], [1, 8], [1024, 2048], [], [])
+    assert [(one.batch, one.context) for one in both if one.kind == "kernels"] == [
+        (1, 1024), (8, 1024),
+    ]  # fmt: skip
+    assert len(both) == 6  # and they keep no more prompts
+    profiled = plan.points(["decode", "kernels"], [1, 8], [1024], [], [])
+    assert plan.pool_tokens(profiled, 128, 0) == plan.pool_tokens(decoded, 128, 0)
 
 
 # ---- dummy weights ----
@@ -187,20 +196,56 @@ def test_scale_codes_are_powers_of_two() -> None:
     assert 2.0 ** (launcher.CODES[0x7F] - 127) == launcher.SMALL
 
 
-def test_filling_follows_sglangs_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "toy_loader.py").write_text(
-        "def initialize_dummy_weights(model, low=0):\n    model.append(('native', low))\n"
-    )
+LOADER = """\
+def initialize_dummy_weights(model, low=0):
+    model.append(('native', low))
+
+class DummyModelLoader:
+    def load_model(self, *, model):
+        initialize_dummy_weights(model, low=3)
+        return model
+"""
+
+
+@pytest.mark.parametrize("taken", [0, 1 << 30])
+def test_filling_follows_sglangs_own(
+    taken: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "toy_loader.py").write_text(LOADER)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(launcher, "LOADER", "toy_loader")
     monkeypatch.setattr(launcher, "fill", lambda model: model.append("ours"))
     monkeypatch.setattr(sys, "meta_path", [launcher.AfterImport(), *sys.meta_path])
+    monkeypatch.setattr(launcher, "allocated", lambda: 7 + taken * len(calls) // 2)
     calls: list[Any] = []
     try:
-        importlib.import_module("toy_loader").initialize_dummy_weights(calls, low=3)
+        loader = importlib.import_module("toy_loader").DummyModelLoader()
+        assert loader.load_model(model=calls) is calls
     finally:
         sys.modules.pop("toy_loader", None)
     assert calls == [("native", 3), "ours"]
+    said = capsys.readouterr().out
+    assert ("weights take" in said) == bool(taken)
+    state = {"internal_states": [{"memory_usage": {"weight": 62.9}}]}
+    assert measure.memory(state, said)["weights"] == (1.0 if taken else 62.9)
+
+
+def test_sglangs_loader_has_what_is_followed() -> None:
+    """Read, not imported, which would take long."""
+    (folder,) = importlib.import_module("sglang").__path__
+    file = Path(folder).joinpath(*launcher.LOADER.split(".")[1:]).with_suffix(".py")
+    tree = ast.parse(file.read_text())
+    (loader,) = (
+        one for one in tree.body if isinstance(one, ast.ClassDef) and one.name == launcher.CLASS
+    )
+    (load,) = (
+        one for one in loader.body if isinstance(one, ast.FunctionDef) and one.name == "load_model"
+    )
+    called = [node.func for node in ast.walk(load) if isinstance(node, ast.Call)]
+    assert launcher.FUNCTION in [one.id for one in called if isinstance(one, ast.Name)]
 
 
 # ---- measurements ----
@@ -259,6 +304,58 @@ def test_answers_have_the_right_length(
         measure.decode(None, [[7, 8]], 24)
 
 
+class Tells:
+    """A server that tells its state, or does not."""
+
+    def __init__(self, **state: Any) -> None:
+        self.told = state
+
+    def state(self) -> dict[str, Any]:
+        if not self.told:
+            raise OSError("gone")
+        return self.told
+
+
+@pytest.mark.parametrize(
+    ("state", "why"),
+    [
+        ({}, "all at once$"),
+        (
+            {
+                "effective_max_running_requests_per_dp": 256,
+                "memory_usage": {"token_capacity_swa": 26112},
+                "page_size": 256,
+            },
+            "all at once: the server runs at most 256 and has window rows for 26,112 tokens in"
+            " pages of 256$",
+        ),
+        ({"effective_max_running_requests_per_dp": 8}, "all at once: the server runs at most 8$"),
+    ],
+)
+def test_a_batch_that_never_was_whole_says_why(
+    state: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apart = [[(0.0, 1), (0.5, 9)], [(1.0, 1), (1.5, 9)]]
+    monkeypatch.setattr(measure, "stream", lambda *_: (apart, 0))
+    with pytest.raises(measure.MeasureError, match=why):
+        measure.decode(Tells(**state), [[7], [8]], 24)
+
+
+def test_a_batch_decodes_when_every_answer_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int] = []
+
+    def messages(server: Any, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        for number, (index, tokens) in enumerate([(0, 1), (0, 9), (1, 1), (0, 17), (1, 9)]):
+            told.append(number)
+            yield message(index, tokens)
+        yield from (message(0, 25, {"type": "length"}), message(1, 25, {"type": "length"}))
+
+    begun: list[int] = []
+    monkeypatch.setattr(measure, "messages", messages)
+    measure.stream(None, [[7], [8]], 25, lambda: begun.append(told[-1]))
+    assert begun == [2]
+
+
 class Answers:
     """A server that answers every request with the same."""
 
@@ -306,7 +403,11 @@ def test_memory_is_read_from_state_and_log() -> None:
     found = measure.memory({"internal_states": [{"memory_usage": state}]}, LOG)
     assert found == {
         "weights": 30.5, "cache": 4.0, "graphs": 1.5, "bytes_per_token": 1899.5, "tokens": 1024,
+        "by_free_memory": ["weights", "graphs"],
     }  # fmt: skip
+    counted = LOG + f"bench_server: weights take {20 << 30} bytes\n"
+    own = measure.memory({"internal_states": [{"memory_usage": state}]}, counted)
+    assert own == found | {"weights": 20.0, "by_free_memory": ["graphs"]}
     bare = measure.memory({"internal_states": [{}]}, LOG)
     assert (bare["weights"], bare["graphs"]) == (None, 1.25)
     assert measure.memory({"internal_states": [{}]}, "")["bytes_per_token"] is None
@@ -439,11 +540,115 @@ def test_no_measurement_begins_after_the_limit(
 ) -> None:
     NoServer.started, NoServer.stopped = [], []
     monkeypatch.setattr(measure, "Server", NoServer)
+    monkeypatch.setattr(run_module, "LEAST_START", 0)
     arguments = ["--device", "cpu", "--out", str(tmp_path), "--variants", "ours-bf16"]
     assert command.main([*arguments, "--measure", "decode", "--limit", "4", "--rounds", "1"]) == 1
     (file,) = tmp_path.glob("bench_*.json")
     measured = json.loads(file.read_text())["measured"]
     assert len(measured) == 4 and {row["error"] for row in measured} == {"no time left"}
+
+
+def test_no_server_starts_after_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    NoServer.started, NoServer.stopped = [], []
+    monkeypatch.setattr(measure, "Server", NoServer)
+    arguments = ["--device", "cpu", "--out", str(tmp_path), "--variants", "ours-bf16"]
+    assert command.main([*arguments, "--measure", "ready,decode", "--limit", "29"]) == 1
+    (file,) = tmp_path.glob("bench_*.json")
+    result = json.loads(file.read_text())
+    assert NoServer.started == [] and NoServer.stopped == []
+    assert result["variants"]["ours-bf16"]["status"] == "failed"
+    assert "failed: no time left to start it" in capsys.readouterr().out
+    assert [row["error"] for row in result["measured"]] == ["no time left to start it"] * 2
+
+
+def test_a_variant_that_was_started_once_keeps_what_is_known(tmp_path: Path) -> None:
+    bench = bench_of(tmp_path, "--limit", "29")
+    bench.result["variants"]["ours-bf16"] = {"status": "suspect", "why": "a", "ready_s": 5.0}
+    assert bench.too_late("ours-bf16")
+    about = bench.result["variants"]["ours-bf16"]
+    assert (about["status"], about["ready_s"]) == ("failed", 5.0)
+    assert about["why"] == "a; no time left to start it" and not report.complete(bench.result)
+    assert not bench_of(tmp_path / "more", "--limit", "40").too_late("ours-bf16")
+
+
+def bench_of(folder: Path, *more: str) -> Any:
+    """A call that has not begun."""
+    arguments = command.parser().parse_args(["--device", "cpu", "--out", str(folder), *more])
+    for name, (_, small) in command.DEFAULTS.items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, small)
+    return run_module.Bench(arguments)
+
+
+@pytest.mark.parametrize(
+    ("share", "by", "alone", "right"),
+    [
+        (1.0, ["graphs"], False, True),
+        (2.1, ["graphs"], False, False),  # the process's own count
+        (0.5, ["graphs"], False, False),
+        (2.1, ["weights", "graphs"], False, True),  # a neighbour's weights
+        (0.5, ["weights", "graphs"], False, False),  # nobody gives memory
+        (2.1, ["weights", "graphs"], True, False),
+    ],
+)
+def test_weights_are_judged_by_what_neighbours_cannot_change(
+    share: float, by: list[str], alone: bool, right: bool, tmp_path: Path
+) -> None:
+    bench, variant = bench_of(tmp_path), plan.VARIANTS["ours-mxfp4"]
+    bench.raw, bench.arguments.device = plan.raw_config("flash"), "cuda"
+    held = share * plan.weight_bytes(bench.raw, variant) / 2**30
+    found, told = bench.weights_as_planned(variant, {"weights": held, "by_free_memory": by}, alone)
+    assert found is right and f"{held:.1f} GB, about 29.6 expected" in told
+    assert ("neighbours" in told) == (share > 2 and right)
+
+
+def test_profiles_are_taken_one_by_one_after_all_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[tuple[str, int]] = []
+
+    def profile(server: Any, prompts: Sequence[Any], folder: Path) -> dict[str, Any]:
+        name = server.checkpoint.name
+        order.append((name, len(prompts)))
+        if (name, len(prompts)) == ("ours-bf16", 4):
+            raise measure.MeasureError("/start_profile: HTTP 500")
+        return {"busy_ms": 8.0 if "builtin" in name else 2.0, "launches": 60.0, "kernels": ["k"]}
+
+    def decode(*_: Any) -> dict[str, Any]:
+        order.append(("decode", 0))
+        return {"value": 1.0}
+
+    NoServer.started, NoServer.stopped = [], []
+    monkeypatch.setattr(measure, "Server", NoServer)
+    monkeypatch.setattr(measure, "decode", decode)
+    monkeypatch.setattr(run_module.bench_profile, "profile", profile)
+    monkeypatch.setattr(run_module.Bench, "traffic", lambda *_: order.append(("serving", 0)))
+    monkeypatch.setattr(host, "device", lambda kind: {"name": "toy", "memory": 0})
+    code = command.main([
+        "--preset", "tiny", "--out", str(tmp_path), "--measure", "kernels,decode", "--rounds", "5",
+        "--variants", "builtin-fp4,ours-bf16", "--batch", "1", "4",
+    ])  # fmt: skip
+    assert code == 1
+    pair = ["builtin-fp4", "ours-bf16"]
+    assert [name for name, _ in order[:25]] == ["decode"] * 24 + ["serving"]
+    assert order[25:] == [
+        (name, n) for names in (pair, pair[::-1]) for n in (1, 4) for name in names
+    ]
+    (file,) = tmp_path.glob("bench_*.json")
+    result = json.loads(file.read_text())
+    rows = [row for row in result["measured"] if row["kind"] == "kernels"]
+    assert len(rows) == 16 and {row["round"] for row in rows} == {1, 2}
+    assert rows[0]["kernels"] == ["k"] and (rows[0]["value"], rows[1]["value"]) == (8.0, 60.0)
+    text = (tmp_path / "bench.md").read_text()
+    assert (
+        "| kernels, batch 1, context 1,024: device busy | ms | 8 (8 to 8) | 2 (2 to 2) | 4 ("
+        in text
+    )
+    assert "kernels, batch 1, context 1,024: launches | a step | 60 (60 to 60)" in text
+    assert "MeasureError: /start_profile: HTTP 500" in text
+    assert result["variants"]["ours-bf16"]["started_with"] == pair
 
 
 # ---- tables ----
@@ -493,6 +698,17 @@ def test_without_a_built_in_there_is_no_ratio() -> None:
     assert report.lines(result)[0].values["builtin-fp4"] is None
 
 
+def test_memory_that_neighbours_changed_is_in_brackets() -> None:
+    memory = {"weights": 29.64, "graphs": 34.4, "by_free_memory": ["graphs"]}
+    alone: dict[str, Any] = {"memory": memory, "started_with": ["a"]}
+    beside = alone | {"started_with": ["a", "b"]}
+    assert report._memory(alone, "graphs") == "34.4"
+    assert report._memory(beside, "graphs") == "(34.4)"
+    assert report._memory(beside, "weights") == "29.6"
+    assert report._memory(beside | {"memory": memory | {"graphs": None}}, "graphs") == "-"
+    assert report._memory({}, "weights") == "-"
+
+
 def test_numbers_as_they_are_shown() -> None:
     assert report.shown(report.Spread(3.14159, 3.0, 12345.6, 5)) == "3.142 (3 to 12,346)"
     assert report.shown(report.Spread(2.0, 2.0, 2.0, 1)) == "2" and report.shown(None) == "-"
@@ -524,6 +740,9 @@ def test_wrong_numbers_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture
         assert stop.value.code == 2
     assert command.main(["--device", "cpu", "--out", str(tmp_path), "--layers", "8"]) == 2
     assert "tiny has 1 to 7 layers" in capsys.readouterr().err
+    assert command.main(["--device", "cpu", "--out", str(tmp_path), "--measure", "kernels"]) == 2
+    assert "--measure kernels needs the events of a GPU" in capsys.readouterr().err
+    assert list(tmp_path.glob("bench_*.json")) == []
 
 
 def test_starts_with_own_caches_find_nothing_of_others(tmp_path: Path) -> None:
