@@ -222,8 +222,9 @@ def attention_tiles(tokens: int, heads: int, element_size: int, capability: int)
     """Tiles of `sparse_attention`: as many rows as shared memory holds twice, beside the queries.
 
     On an H200 64 x 64 was the fastest for 64 and more heads, and 16 x 64 for 8 and 16, and for any
-    number where there are few tokens: the programs of a token then share its heads. Elsewhere it is
-    the largest that fits without spilling registers. capability: 90 for 9.0.
+    number where there are few tokens: the programs of a token then share its heads. Elsewhere, and
+    where a program finishes whole tokens, it is the largest that fits without spilling registers.
+    capability: 90 for 9.0.
     """
     if element_size == 4:
         return Tiles(heads=16, rows=16, warps=4, stages=1)
@@ -234,7 +235,12 @@ def attention_tiles(tokens: int, heads: int, element_size: int, capability: int)
         return Tiles(32, 32 if small else 64, 8, 2)
     if small:
         return Tiles(64, 16, 8, 2)
-    return Tiles(64, 64, 8, 2) if 90 <= capability < 100 else Tiles(64, 32, 8, 2)
+    if capability >= 100:
+        return Tiles(32, 64, 8, 2)
+    if capability < 90:
+        return Tiles(64, 32, 8, 2)
+    whole = 2 * tokens * triton.cdiv(heads, 64) > PROGRAMS
+    return Tiles(64, 32 if whole else 64, 8, 3)
 
 
 def split_count(programs: int, row_tiles: int, tiles: Tiles) -> int:

@@ -83,7 +83,7 @@ def compress_csa(
         eps,
         WIDTH=width,
         FP4=fp4,
-        num_warps=warps_of(width),
+        **csa_options(width),
     )
 
 
@@ -143,6 +143,12 @@ def compress_hca(
         ROWS=fold_rows(tokens, requests),
         num_warps=warps_of(width),
     )
+
+
+def csa_options(width: int) -> dict[str, int]:
+    """Warps and registers of `_compress_csa_kernel`: with one warp the assembler, left alone,
+    spills a few (sm_89)."""
+    return {"num_warps": warps_of(width)} | ({"maxnreg": 160} if width <= 128 else {})
 
 
 def warps_of(width: int) -> int:

@@ -179,16 +179,16 @@ def compile_cases() -> list[CompileCase]:
     csa, hca = compress._compress_csa_kernel, compress._compress_hca_kernel
     return [
         CompileCase(
-            "compress_csa", csa, _CSA, {"WIDTH": WIDTH, "FP4": False}, _warps(WIDTH),
+            "compress_csa", csa, _CSA, {"WIDTH": WIDTH, "FP4": False}, compress.csa_options(WIDTH),
             usual=(80, 90, 120),
         ),
         CompileCase(
-            "index keys", csa, _CSA, {"WIDTH": INDEX_WIDTH, "FP4": True}, _warps(INDEX_WIDTH),
-            usual=(89, 100),
+            "index keys", csa, _CSA, {"WIDTH": INDEX_WIDTH, "FP4": True},
+            compress.csa_options(INDEX_WIDTH), usual=(89, 100),
         ),
         *(
             CompileCase(f"compress_hca, {name}", hca, _HCA, {"WIDTH": WIDTH, "ROWS": rows},
-                        _warps(WIDTH), usual=usual)
+                        {"num_warps": compress.warps_of(WIDTH)}, usual=usual)
             for name, rows, usual in (
                 ("decode", compress.fold_rows(8, 8), (89, 100)),
                 ("prefill", compress.fold_rows(800, 8), (80, 90, 120)),
@@ -209,7 +209,3 @@ def compile_cases() -> list[CompileCase]:
             for chosen, usual in ((512, (80, 90, 120)), (64, (89, 100)))
         ),
     ]  # fmt: skip
-
-
-def _warps(width: int) -> dict[str, int]:
-    return {"num_warps": kernels_triton_compress.warps_of(width)}
