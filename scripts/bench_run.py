@@ -116,7 +116,8 @@ class Bench:
         limit = min(self.arguments.start_limit, self.left())
         server.start_limit = limit
         about = self.result["variants"].setdefault(name, {})
-        about |= {"command": server.command(), "environment": server.env}
+        command = [part.replace(f"{SCRIPTS.parent}/", "") for part in server.command()]
+        about |= {"command": command, "environment": server.env}
         begin = time.monotonic()
         try:
             server.__enter__()
