@@ -230,7 +230,9 @@ def attention_tiles(tokens: int, heads: int, element_size: int, capability: int)
         return Tiles(heads=16, rows=16, warps=4, stages=1)
     small = capability >= 120 or 86 <= capability < 90  # 99 KiB
     if heads <= 16 or tokens <= _FEW_TOKENS:
-        return Tiles(16, 32, 4, 2) if small else Tiles(16, 64, 4, 2, resident=2)
+        if small:
+            return Tiles(16, 32, 4, 2)
+        return Tiles(16, 64 if capability >= 90 else 32, 4, 2, resident=2)
     if heads <= 32:
         return Tiles(32, 32 if small else 64, 8, 2)
     if small:
