@@ -122,7 +122,11 @@ class RoutedExperts(nn.Module):
             self.w2 = FP4Matrices(experts, hidden, width, group=group, parts=1)
 
     def forward(
-        self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, base: torch.Tensor
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        experts: torch.Tensor,
+        base: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """x [T, D], weights [T, k], experts [T, k], base [T, D] fp32 -> [T, D] fp32: base and this
         rank's part of the sum."""
