@@ -221,10 +221,10 @@ class Tiles:
 def attention_tiles(tokens: int, heads: int, element_size: int, capability: int) -> Tiles:
     """Tiles of `sparse_attention`: as many rows as shared memory holds twice, beside the queries.
 
-    On an H200 64 x 64 was the fastest for 64 and more heads, and 16 x 64 for 8 and 16, and for any
-    number where there are few tokens: the programs of a token then share its heads. Elsewhere, and
-    where a program finishes whole tokens, it is the largest that fits without spilling registers.
-    capability: 90 for 9.0.
+    On an H200 64 x 64 was the fastest for 64 and more heads (with Triton 3.6 and two stages), and
+    16 x 64 for 8 and 16, and for any number where there are few tokens: the programs of a token
+    then share its heads. Elsewhere, and where a program finishes whole tokens, it is the largest
+    that fits without spilling registers in Triton 3.8. capability: 90 for 9.0.
     """
     if element_size == 4:
         return Tiles(heads=16, rows=16, warps=4, stages=1)

@@ -56,8 +56,8 @@ class NanWatch:
             self._look()
 
     def counts(self) -> dict[str, int]:
-        """NaN scores since the start by number of layer, without layers that had none. Waits for
-        the device."""
+        """NaN scores since the start by number of layer, without layers that had none; those of
+        steps under way may be missing."""
         found = self._counters().tolist() if self.indexers else []
         self._tell(found)
         return {

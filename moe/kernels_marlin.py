@@ -55,7 +55,7 @@ def routed_experts_fp4(
     result = torch.empty(tokens, hidden, dtype=torch.float32, device=x.device)
     pairs = tokens * top_k
     if pairs == 0:
-        return result.zero_() if base is None else base
+        return result.zero_() if base is None else result.copy_(base)
     full = (rows for rows in _BLOCK_ROWS if pairs / expert_count / rows < _FULL)
     rows = next(full, _BLOCK_ROWS[-1])
     align = _functions()["moe_align_block_size"]

@@ -94,7 +94,7 @@ def weighted_sum(
     result = torch.empty(tokens, hidden, dtype=torch.float32, device=x.device)
     pairs = tokens * top_k
     if pairs == 0:
-        return result.zero_() if base is None else base
+        return result.zero_() if base is None else result.copy_(base)
     tiles = w13.tiles(pairs / expert_count, x.element_size())
     blocks = _find_blocks(experts, expert_count, tiles)
     activated = torch.empty(pairs, width, dtype=x.dtype, device=x.device)
@@ -232,6 +232,8 @@ def add_choices(
     base: torch.Tensor | None = None,
 ) -> None:
     """result[t] = base[t] + (sum over c of weights[t, c] * outputs[t * k + c], in this order)."""
+    assert base is None or (base.shape, base.dtype) == (result.shape, torch.float32)
+    assert base is None or base.stride(1) == 1
     tokens, top_k = weights.shape
     block = 512
     blocks = triton.cdiv(result.shape[1], block)

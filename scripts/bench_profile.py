@@ -56,19 +56,28 @@ def profile(
         body = {"output_dir": place, "num_steps": STEPS, "activities": list(ACTIVITIES)}
         body |= {"with_stack": False, "record_shapes": False}
         begun: list[Future[None]] = []
-        streams, _ = measure.stream(
-            *(server, prompts, TOKENS + 1),
-            lambda: begun.append(pool.submit(start, server, body)),
-        )
+        try:
+            streams, _ = measure.stream(
+                *(server, prompts, TOKENS + 1),
+                lambda: begun.append(pool.submit(start, server, body)),
+            )
+        except Exception:
+            stop(server)
+            raise
         first_end = min(each[-1][0] for each in streams) + time.time() - time.perf_counter()
         begun[0].result()
         traces = list(Path(place).glob("*.trace.json*"))
-        if not traces:  # or the next profile would find this one under way
-            with suppress(urllib.error.HTTPError):
-                server.request("/stop_profile", {})
+        if not traces:
+            stop(server)
         if not traces or traces[0].stat().st_mtime > first_end:
             raise MeasureError(f"an answer of {TOKENS} tokens ended before {STEPS} steps were seen")
         return step(device_events(traces[0]), STEPS)
+
+
+def stop(server: measure.Server) -> None:
+    """Or the next profile would find this one under way."""
+    with suppress(urllib.error.HTTPError):
+        server.request("/stop_profile", {})
 
 
 def start(server: measure.Server, body: dict[str, Any]) -> None:

@@ -194,7 +194,9 @@ def _memory(about: Row, field: str) -> str:
     """A figure of a server's memory, in brackets where others that started meanwhile changed it."""
     memory = about.get("memory") or {}
     told = _held(memory.get(field))
-    disturbed = len(about.get("started_with", ())) > 1 and field in memory.get("by_free_memory", ())
+    # The first results named neither.
+    others = about.get("started_with", about.get("beside", ()))
+    disturbed = len(others) > 1 and field in memory.get("by_free_memory", ("weights", "graphs"))
     return f"({told})" if disturbed and told != "-" else told
 
 

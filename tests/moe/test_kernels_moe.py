@@ -112,6 +112,11 @@ def test_outputs_may_be_computed_in_slabs(monkeypatch):
     whole = grouped.routed_experts(*arguments, limit=LIMIT)
     monkeypatch.setattr(grouped, "_OUTPUT_ELEMENTS", 6 * 130)  # 128 columns, and the rest
     assert torch.equal(grouped.routed_experts(*arguments, limit=LIMIT), whole)
+    base = randn(3, 150, seed=7)[:, 5:141]
+    added = grouped.routed_experts(*arguments, limit=LIMIT, base=base)
+    assert torch.equal(added, base + whole)
+    with pytest.raises(AssertionError):
+        grouped.routed_experts(*arguments, limit=LIMIT, base=randn(136, 3).T)
 
 
 @pytest.mark.kernels
