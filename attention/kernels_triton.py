@@ -241,8 +241,9 @@ def attention_tiles(tokens: int, heads: int, element_size: int, capability: int)
         return Tiles(32, 64, 8, 2)
     if capability < 90:
         return Tiles(64, 32, 8, 2)
-    whole = 2 * tokens * triton.cdiv(heads, 64) > PROGRAMS
-    return Tiles(64, 32 if whole else 64, 8, 3)
+    large = Tiles(64, 64, 8, 3)
+    splits = split_count(tokens * triton.cdiv(heads, large.heads), MAX_SPLITS, large)
+    return large if splits > 1 else Tiles(64, 32, 8, 3)
 
 
 def split_count(programs: int, row_tiles: int, tiles: Tiles) -> int:

@@ -43,7 +43,7 @@ def routed_experts(
     w13     [E, 2 * I, D] float: gate rows, then up rows, of each expert.
     w2      [E, D, I] float: each expert's output projection.
     limit   see swiglu.
-    base    [T, D] fp32: what the sum begins with; 0 unless given.
+    base    [T, D] fp32: added to the sum, last.
     Returns [T, D] fp32. A token's result depends on no other token's values.
     """
     if not x.dtype == w13.dtype == w2.dtype:

@@ -86,7 +86,7 @@ def routed_experts(
     w13     [E, 2 * I, D] float: gate rows, then up rows, of each expert.
     w2      [E, D, I] float: each expert's output projection.
     limit   see swiglu.
-    base    [T, D] fp32: what the sum begins with; 0 unless given.
+    base    [T, D] fp32: added to the sum, last.
     Returns [T, D] fp32. A token's result depends on no other token's values.
     """
     gather13, gather2 = partial(_gather, w13), partial(_gather, w2)

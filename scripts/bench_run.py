@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,6 +31,15 @@ METRICS = {
     "prefill": (("first token", "ms"),),
     "kernels": (("device busy", "ms"), ("launches", "a step")),
 }
+
+
+def turns(
+    names: Iterable[str], points: Sequence[Point], numbers: Iterable[int]
+) -> Iterator[tuple[int, Point, str]]:
+    """Number, point and name: every point on each in turn, in the other order each round."""
+    for number in numbers:
+        order = list(names)[:: 1 if number % 2 else -1]
+        yield from ((number, point, name) for point in points for name in order)
 
 
 class Bench:
@@ -226,20 +235,15 @@ class Bench:
     def rounds(self, running: Mapping[str, measure.Server]) -> None:
         """Round 0 compiles, tunes and fills the prefix cache, and counts for nothing."""
         quick = [point for point in self.points if point.kind in ("decode", "prefill")]
-        for number in range(self.arguments.rounds + 1):
-            order = list(running)[:: 1 if number % 2 else -1]
-            for point in quick:
-                for name in order:
-                    self.one(name, running[name], point, number)
+        for number, point, name in turns(running, quick, range(self.arguments.rounds + 1)):
+            self.one(name, running[name], point, number)
 
     def kernels(self, running: Mapping[str, measure.Server]) -> None:
         """Profiles of each server in turn. After all else: a profiler may leave a server slower."""
         profiled = [point for point in self.points if point.kind == "kernels"]
-        for number in range(1, max(1, self.arguments.rounds // 2) + 1):
-            order = list(running)[:: 1 if number % 2 else -1]
-            for point in profiled:
-                for name in order:
-                    self.one(name, running[name], point, number)
+        numbers = range(1, max(1, self.arguments.rounds // 2) + 1)
+        for number, point, name in turns(running, profiled, numbers):
+            self.one(name, running[name], point, number)
 
     def one(self, name: str, server: measure.Server, point: Point, number: int) -> None:
         keys = [
@@ -276,13 +280,10 @@ class Bench:
         busy = [point for point in self.points if point.kind == "serving"]
         if not busy or not running:
             return
-        runs = []
-        for number in range(1, self.arguments.serving_rounds + 1):
-            order = list(running)[:: 1 if number % 2 else -1]
-            for point in busy:
-                for name in order:
-                    file = self.work / f"serving_{name}_{point.what}_{point.batch}_{number}.jsonl"
-                    runs.append((name, point, number, file))
+        runs, numbers = [], range(1, self.arguments.serving_rounds + 1)
+        for number, point, name in turns(running, busy, numbers):
+            file = self.work / f"serving_{name}_{point.what}_{point.batch}_{number}.jsonl"
+            runs.append((name, point, number, file))
         listed = self.work / "runs.json"
         commands = [
             traffic.command_of(running[name], point, number, file)

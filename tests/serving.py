@@ -109,8 +109,7 @@ class Server:
             )
 
     def __enter__(self) -> "Server":
-        if self.process is None or self.process.poll() is not None:
-            self.launch()
+        self.launch()
         try:
             self._wait_until_healthy()
         except BaseException:  # an interrupt, too: its process group is not ours

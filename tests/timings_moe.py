@@ -1,6 +1,5 @@
 """RMS norm, mHC and MoE kernels at the model's shapes: what is timed, and what must compile."""
 
-import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -273,8 +272,8 @@ def _fp4_cases(
     """Hopper's tiles are others, and read in another order."""
     found: list[CompileCase] = []
     for capabilities in ((90,), tuple(each for each in SHARED_MEMORY if each != 90)):
-        chosen = functools.partial(int, capabilities[0])
-        with mock.patch.object(kernels_triton_fp4, "compute_capability", chosen):
+        capability = mock.Mock(return_value=capabilities[0])
+        with mock.patch.object(kernels_triton_fp4, "compute_capability", capability):
             found += launched(
                 kernels_triton_fp4.routed_experts_fp4,
                 torch.empty(tokens, shape.hidden, dtype=BF16),
