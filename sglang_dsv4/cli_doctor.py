@@ -13,6 +13,7 @@ import textwrap
 from collections.abc import Callable
 from dataclasses import asdict
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, requires, version
+from importlib.util import cache_from_source, find_spec
 from pathlib import Path
 
 from sglang_dsv4 import __version__, precision
@@ -45,6 +46,8 @@ examples:
 _PLUGIN_GROUP, _PLUGIN_NAME = "sglang.srt.plugins", "dsv4"
 _PLUGIN_TARGET = "sglang_dsv4.plugin:register"
 _REINSTALL = "install the plugin in this environment: pip install --no-deps . in its repository"
+# Most of what a server imports; of these, nearly all: some files are for other Pythons.
+_SLOW_IMPORTS, _MOSTLY = ("sglang", "torch", "transformers"), 0.9
 # Packages whose version SGLang pins and whose behaviour ours depends on.
 _HOST_PINNED = ("torch", "transformers", "tokenizers", "xgrammar", "deepseek-recipe")
 
@@ -100,6 +103,7 @@ def check_all(checkpoint: Path | None, ranks: int = 1) -> list[Row]:
         ("ops", check_ops),
         ("precision", check_precision),
         ("kernel caches", check_kernel_caches),
+        ("bytecode", check_bytecode),
     ]
     if checkpoint is not None:
         checks += [
@@ -224,6 +228,26 @@ def check_kernel_caches() -> list[Row]:
     from sglang_dsv4.warmup import caches_row
 
     return [Row(*caches_row())]
+
+
+def check_bytecode() -> list[Row]:
+    """Whether Python has to compile what a server imports, in each of its processes.
+
+    pip compiles what it installs; uv and many container images do not, and some forbid it later.
+    """
+    compiled, sources, sites = 0, 0, set()
+    for package in _SLOW_IMPORTS:
+        spec = find_spec(package)
+        for folder in (spec and spec.submodule_search_locations) or ():
+            sites.add(str(Path(folder).parent))
+            for source in Path(folder).rglob("*.py"):
+                sources += 1
+                compiled += Path(cache_from_source(str(source))).exists()
+    found = f"{compiled:,} of {sources:,} files of {', '.join(_SLOW_IMPORTS)} are compiled"
+    if compiled >= _MOSTLY * sources:
+        return [Row("bytecode", "ok", found)]
+    remedy = f"{sys.executable} -m compileall -qq -j 0 {' '.join(sorted(sites))}"
+    return [Row("bytecode", "warn", found, "nearly all", f"for quicker starts: {remedy}")]
 
 
 def render(rows: list[Row]) -> str:

@@ -1,5 +1,6 @@
 """The console command: help, exit codes, the checkpoints it writes, and what doctor finds."""
 
+import compileall
 import hashlib
 import importlib.metadata
 import json
@@ -805,3 +806,24 @@ def test_doctor_sees_that_the_plugin_is_left_out(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("SGLANG_PLUGINS", "__none__")
     (row,) = cli_doctor.check_plugin()
     assert row.status == "fail" and "__none__" in row.found and "dsv4" in row.remedy
+
+
+def test_doctor_sees_what_python_compiles_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A package whose files have bytecode, and one, in another folder, where most have none."""
+    for folder, package in (("a", "quick"), ("b", "slow")):
+        place = tmp_path / folder / package
+        place.mkdir(parents=True)
+        for number in range(9):
+            (place / f"m{number}.py").write_text("")
+        (place / "__init__.py").write_text("")
+        monkeypatch.syspath_prepend(str(tmp_path / folder))
+    compileall.compile_dir(tmp_path / "a", quiet=2)
+    monkeypatch.setattr(cli_doctor, "_SLOW_IMPORTS", ("quick",))
+    (row,) = cli_doctor.check_bytecode()
+    assert (row.status, row.found) == ("ok", "10 of 10 files of quick are compiled")
+    monkeypatch.setattr(cli_doctor, "_SLOW_IMPORTS", ("quick", "slow", "absent_package"))
+    (row,) = cli_doctor.check_bytecode()
+    assert (row.status, row.found[:8]) == ("warn", "10 of 20")
+    assert f"-m compileall -qq -j 0 {tmp_path / 'a'} {tmp_path / 'b'}" in row.remedy

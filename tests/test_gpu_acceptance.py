@@ -100,6 +100,7 @@ def test_install_makes_what_sglang_looks_for(tmp_path: Path) -> None:
     for file in ("model.py", "attention/backend.py", "moe/layer.py", "served/deepseek_v4.py",
                  "nano/config.json", "py.typed"):  # fmt: skip
         assert (tmp_path / "sglang_dsv4" / file).is_file(), file
+    assert list((tmp_path / "sglang_dsv4" / "__pycache__").glob("model.*.pyc"))
 
 
 # ---- parts ----
