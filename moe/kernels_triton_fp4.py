@@ -35,6 +35,13 @@ _LARGEST_UE8M0 = 254 - _SCALES_UP.value
 _E5M3_BIAS = tl.constexpr(10)
 _ROWS = 16  # of a tile
 
+# Where a word holds mantissa, exponent (two bits) and sign of the first code of each of its four
+# pairs; those of the second lie 16 places on, round the end. They come to their places in a pair of
+# BF16 by a shift for all bits of a pair, two for the last: no order of the bits does with fewer.
+_PLACES = ((6, 7, 8, 15), (0, 1, 2, 9), (10, 11, 12, 19), (4, 5, 14, 13))
+_NUMBERS = tl.constexpr(0x81C081C0 - 2**32)  # a pair of BF16, as int32: the bits of E2M1
+_SIGNS_AND_LOW = tl.constexpr(0x80C080C0 - 2**32)  # those but the upper of the exponent
+
 # The interpreter knows no assembly.
 _ASSEMBLY = tl.constexpr(not triton.knobs.runtime.interpret)
 
@@ -80,7 +87,7 @@ def pack(weight: FP4Matrices) -> None:
         unpacked = torch.stack([codes & 15, codes >> 4], dim=-1).view(rows, columns)
         if weight.group != MXFP4_GROUP:
             _to_e5m3(unpacked, scales, e5m3)
-        codes.copy_(_tile_of_codes(unpacked, depth).reshape(codes.shape))
+        codes.copy_(_tile_of_codes(unpacked, depth).view(torch.uint8).reshape(codes.shape))
         scales.copy_(_tile_of_scales(scales, depth, weight.group).view(scales.shape))
     weight.packed = True
 
@@ -116,20 +123,33 @@ def _to_e5m3(codes: torch.Tensor, scales: torch.Tensor, e5m3: torch.Tensor) -> N
 
 
 def _tile_of_codes(codes: torch.Tensor, depth: int) -> torch.Tensor:
-    """Codes [N, K] to bytes [N / 16, K / depth, ...]: for every 64 inputs of a tile, 16 bytes of
+    """Codes [N, K] to words [N / 16, K / depth, ...]: for every 64 inputs of a tile, four words of
     each thread one after the other.
 
-    A word of four bytes has the four inputs of a thread in each half tile, so that a shift brings
-    two neighbours to their places in a pair of BF16: the nibbles of a word, from the lowest, are of
-    half 0 the inputs 0 and 8, of half 1 the same, and then of both halves the inputs 1 and 9.
+    A word has the four inputs of a thread in each half tile, two pairs of neighbours of half 0, and
+    then of half 1: of the thread's inputs the first two, and the two that come 8 after these.
     """
     rows, columns = codes.shape
     blocks = max(depth // 64, 1)
     # rows: tile, r8, g; inputs: tile, half, block, sixteen, two, c, neighbour
     split = codes.view(rows // _ROWS, 2, 8, columns // depth, 2, blocks, -1, 2, 4, 2)
-    # tile of rows, tile of inputs, block, g, c, sixteen, r8; of a word: neighbour, half, two
-    ordered = split.permute(0, 3, 5, 2, 8, 6, 1, 9, 4, 7)
-    return ordered[..., 0] | ordered[..., 1] << 4
+    # tile of rows, tile of inputs, block, g, c, sixteen, r8; of a word: half, two, neighbour
+    ordered = split.permute(0, 3, 5, 2, 8, 6, 1, 4, 7, 9).flatten(-3)
+    words = torch.zeros(ordered.shape[:-1], dtype=torch.int32, device=codes.device)
+    for number, bits in enumerate(_bits_of_codes().to(codes.device)):
+        words |= bits[ordered[..., number].int()]
+    return words
+
+
+def _bits_of_codes() -> torch.Tensor:
+    """[8, 16] int32: the bits of a word that each code sets in each of its eight places."""
+    words = [
+        sum((code >> bit & 1) << (place + 16 * neighbour) % 32 for bit, place in enumerate(places))
+        for places in _PLACES
+        for neighbour in range(2)
+        for code in range(16)
+    ]
+    return torch.tensor(words).to(torch.int32).view(8, 16)
 
 
 def _tile_of_scales(scales: torch.Tensor, depth: int, group: int) -> torch.Tensor:
@@ -244,7 +264,7 @@ def _unpacked(words, low_scales, high_scales):
     """Eight E2M1 numbers of a word as four pairs of BF16 in words, times 2^-126 and their scales:
     two pairs of the lower and two of the upper half tile.
 
-    Sign, exponent and mantissa are put where BF16 has them and read as that, subnormals included.
+    Bits are moved from `_PLACES` to where BF16 has them and read as that, subnormals included.
     """
     if _ASSEMBLY:
         pairs = tl.inline_asm_elementwise(
@@ -252,24 +272,18 @@ def _unpacked(words, low_scales, high_scales):
             {
             .reg .b32 t, u, zero;
             mov.b32 zero, 0x80008000;
-            shl.b32 t, $4, 6;
-            shl.b32 u, $4, 12;
-            and.b32 t, t, 0x01C001C0;
-            lop3.b32 t, u, 0x80008000, t, 0xEA;
+            and.b32 t, $4, 0x81C081C0;
             fma.rn.bf16x2 $0, t, $5, zero;
-            shl.b32 t, $4, 2;
-            shl.b32 u, $4, 8;
-            and.b32 t, t, 0x01C001C0;
-            lop3.b32 t, u, 0x80008000, t, 0xEA;
+            shl.b32 t, $4, 6;
+            and.b32 t, t, 0x81C081C0;
             fma.rn.bf16x2 $1, t, $5, zero;
-            shr.b32 t, $4, 2;
-            shl.b32 u, $4, 4;
-            and.b32 t, t, 0x01C001C0;
-            lop3.b32 t, u, 0x80008000, t, 0xEA;
+            shf.r.wrap.b32 t, $4, $4, 4;
+            and.b32 t, t, 0x81C081C0;
             fma.rn.bf16x2 $2, t, $6, zero;
-            shr.b32 t, $4, 6;
-            and.b32 t, t, 0x01C001C0;
-            lop3.b32 t, $4, 0x80008000, t, 0xEA;
+            shl.b32 t, $4, 2;
+            shr.b32 u, $4, 6;
+            and.b32 t, t, 0x80C080C0;
+            lop3.b32 t, u, 0x01000100, t, 0xEA;
             fma.rn.bf16x2 $3, t, $6, zero;
             }
             """,
@@ -281,29 +295,30 @@ def _unpacked(words, low_scales, high_scales):
             pack=1,
         )
     else:
+        turned = ((words >> 4) & 0x0FFFFFFF) | (words << 28)
+        in_two = ((words << 2) & _SIGNS_AND_LOW) | ((words >> 6) & 0x01000100)
         pairs = (
-            _scaled_pair(words, low_scales),
-            _scaled_pair(words >> 4, low_scales),
-            _scaled_pair(words >> 8, high_scales),
-            _scaled_pair(words >> 12, high_scales),
+            _scaled_pair(words & _NUMBERS, low_scales),
+            _scaled_pair((words << 6) & _NUMBERS, low_scales),
+            _scaled_pair(turned & _NUMBERS, high_scales),
+            _scaled_pair(in_two, high_scales),
         )
     return pairs
 
 
 @triton.jit
-def _scaled_pair(words, scales):
-    """The codes in the lowest bits of both halves of words, times the scales in theirs."""
-    first = _scaled(words, scales)
-    second = _scaled(words >> 16, scales)
-    return (first & 0xFFFF) | (second << 16)
+def _scaled_pair(numbers, scales):
+    """Two BF16 numbers of a word times those of another."""
+    product = _float(numbers << 16) * _float(scales << 16)
+    second = _float(numbers & -65536) * _float(scales & -65536)
+    return ((product.to(tl.int32, bitcast=True) >> 16) & 0xFFFF) | (
+        second.to(tl.int32, bitcast=True) & -65536
+    )
 
 
 @triton.jit
-def _scaled(codes, scales):
-    """The bits of a code times a scale, both in the lowest bits."""
-    code = ((codes & 7) << 22) | ((codes & 8) << 28)
-    product = code.to(tl.float32, bitcast=True) * (scales << 16).to(tl.float32, bitcast=True)
-    return product.to(tl.int32, bitcast=True) >> 16
+def _float(bits):
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -441,9 +456,7 @@ def _grouped_product_fp4_kernel(
     for _ in range(0, depth, BLOCK_K):
         lows = tl.load(x_tile)
         highs = tl.load(x_tile + BLOCK_K // 2)
-        total = _fp4_product(
-            codes, scales, tile, lows, highs, total, TILES, GROUP, BLOCK_K, WGMMA
-        )
+        total = _fp4_product(codes, scales, tile, lows, highs, total, TILES, GROUP, BLOCK_K, WGMMA)
         x_tile += BLOCK_K
         tile += 1
     if GATED:

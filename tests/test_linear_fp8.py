@@ -1,9 +1,11 @@
 """linear_fp8 against products in float64."""
 
+import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import assembly
 from op_checks import MACHINE, implementations, randn, thorough
 from sglang_dsv4 import dequant
 from sglang_dsv4 import kernels_triton_linear as kernels
@@ -100,6 +102,17 @@ def test_every_code_and_scale_is_exact(op, tokens):
     assert expected.abs().max() == 448 * 2.0**90
     result = op(x, weight, scales, dtype=BF16)[: len(PICKED)]
     assert torch.equal(result.float(), expected)
+
+
+def test_assembly_makes_numbers_of_codes():
+    """What the interpreter leaves out: each code in each byte of a word."""
+    codes = np.random.default_rng(7).choice(np.array(CODES, dtype=np.uint8), (8192, 4))
+    assert all(len(np.unique(column)) == len(CODES) for column in codes.T)
+    pairs = assembly.run(
+        assembly.assembly_of(kernels._e4m3_values), 2, [codes.view(np.uint32)[:, 0]]
+    )
+    values = torch.from_numpy(np.stack(pairs, 1).view(np.int16)).view(BF16)
+    assert torch.equal(values.float(), torch.from_numpy(codes).view(torch.float8_e4m3fn).float())
 
 
 def test_a_wider_input_is_rounded_at_most_to_bf16(op):

@@ -4,10 +4,12 @@ import importlib
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import assembly
 from op_checks import MACHINE, implementations, randn, thorough
 from sglang_dsv4 import backends, dequant
 from sglang_dsv4.moe import kernels_marlin, kernels_triton_fp4, reference
@@ -162,6 +164,37 @@ def test_stays_on_device(op):
     assert result.shape == x.shape
 
 
+def code_of(word: int, pair: int, neighbour: int) -> int:
+    """One of the eight codes of a word, bit by bit."""
+    places = ((6, 7, 8, 15), (0, 1, 2, 9), (10, 11, 12, 19), (4, 5, 14, 13))[pair]
+    return sum(
+        (word >> (place + 16 * neighbour) % 32 & 1) << bit for bit, place in enumerate(places)
+    )
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.375, 2.0**-40])
+def test_assembly_makes_numbers_of_codes(scale):
+    """What the interpreter leaves out: each code in each of the eight places of a word, among
+    others, times a scale."""
+    generator = np.random.default_rng(7)
+    words = generator.integers(0, 2**32, 4096, dtype=np.uint32)
+    scales = scale * np.array([[1.0], [0.5]])  # of the half tiles
+    bits = (scales * 2.0**118).astype(np.float32).view(np.uint32) >> 16
+    low, high = (np.full_like(words, each * 0x10001) for each in bits[:, 0])
+    ours = assembly.assembly_of(kernels_triton_fp4._unpacked)
+    pairs = assembly.run(ours, 4, [words, low, high])
+    seen = set()
+    for pair, numbers in enumerate(pairs):
+        for neighbour in range(2):
+            codes = [code_of(int(word), pair, neighbour) for word in words]
+            seen |= {(pair, neighbour, code) for code in codes}
+            half = (numbers >> np.uint32(16 * neighbour)) << np.uint32(16)
+            values = [dequant.E2M1[code & 7] * (-1 if code & 8 else 1) for code in codes]
+            expected = np.array(values) * scales[pair // 2] * 2.0**-8
+            np.testing.assert_array_equal(half.view(np.float32), expected)
+    assert len(seen) == 4 * 2 * 16
+
+
 @pytest.mark.parametrize("group", [NVFP4, MXFP4])
 @pytest.mark.parametrize("columns", [256, 64, 96])
 def test_packed_once_in_the_order_of_fragments(group, columns):
@@ -170,7 +203,7 @@ def test_packed_once_in_the_order_of_fragments(group, columns):
     weight = matrices(1, rows, columns, group=group, parts=1)
     values = dense(weight)[0]
     kernels_triton_fp4.pack(weight)
-    codes, scales = weight.codes.flatten(), weight.scales.flatten()
+    words_of_codes, scales = weight.codes.flatten().view(torch.int32), weight.scales.flatten()
     found = torch.empty(rows, columns)
     half, groups = depth // 2, depth // group
     for row in range(rows):
@@ -182,8 +215,8 @@ def test_packed_once_in_the_order_of_fragments(group, columns):
             thread, lower = row % 8 * 4 + c, row % 16 // 8
             words = min(depth, 64) // 16  # of a thread, for every block
             word = (tile * (depth // 16 // words) + block) * 32 * words + thread * words
-            word += sixteen * 2 + lower
-            code = codes[word * 4 + neighbour * 2 + side] >> two * 4 & 15
+            word = int(words_of_codes[word + sixteen * 2 + lower])
+            code = code_of(word, 2 * side + two, neighbour)
             number = place // group if group < 32 else 0
             order = ((number * 2 + lower) * max(depth // 64, 1) + block) * min(groups, 2)
             scale = scales[(tile * 8 + row % 8) * 2 * groups + order + (side if groups > 1 else 0)]
