@@ -1,7 +1,8 @@
-"""The device's share of a decode step, from a profile that SGLang's server takes of itself.
+"""The device's share of a decode step, or of a prompt, from a profile that SGLang's server takes of
+itself.
 
-A client's times hold the host's loop; these do not: kernels, copies and fills of the device while a
-whole batch decodes, by torch's profiler.
+A client's times hold the host's loop; these do not: kernels, copies and fills of the device, by
+torch's profiler, while a whole batch decodes, or from a prompt's begin to its first token.
 """
 
 import gzip
@@ -24,6 +25,7 @@ from bench_measure import MeasureError
 STEPS = 12  # that are asked for
 TOKENS = 256  # of each answer: the profile must have begun and ended before the first answer has
 ACTIVITIES = ("GPU",)
+TRACES = "*.trace.json*"
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of a trace's events
 UNEVEN = 1.5  # how many times as many launches as another step one step may have
 MOST = 12  # kernels that are named
@@ -49,29 +51,48 @@ def profile(
     SGLang's scheduler writes the trace between two steps, so it is whole before the next tokens
     come. Raises MeasureError where the server takes no profile, or an answer ends before it.
     """
-    with (
-        tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as place,
-        ThreadPoolExecutor(1) as pool,
-    ):
-        body = {"output_dir": place, "num_steps": STEPS, "activities": list(ACTIVITIES)}
-        body |= {"with_stack": False, "record_shapes": False}
+    with temporary(folder) as place, ThreadPoolExecutor(1) as pool:
         begun: list[Future[None]] = []
         try:
             streams, _ = measure.stream(
                 *(server, prompts, TOKENS + 1),
-                lambda: begun.append(pool.submit(start, server, body)),
+                lambda: begun.append(pool.submit(start, server, place, num_steps=STEPS)),
             )
         except Exception:
             stop(server)
             raise
         first_end = min(each[-1][0] for each in streams) + time.time() - time.perf_counter()
         begun[0].result()
-        traces = list(Path(place).glob("*.trace.json*"))
+        traces = list(Path(place).glob(TRACES))
         if not traces:
             stop(server)
         if not traces or traces[0].stat().st_mtime > first_end:
             raise MeasureError(f"an answer of {TOKENS} tokens ended before {STEPS} steps were seen")
         return step(device_events(traces[0]), STEPS)
+
+
+def profile_prefill(server: measure.Server, prompt: Sequence[int], folder: Path) -> dict[str, Any]:
+    """All that the device does for one token after a new prompt: `totals`, and its span_ms.
+
+    Where SGLang runs ahead of itself (overlap), that includes one decode step, which the prompt's
+    request no longer needs. Raises MeasureError where the server takes no profile.
+    """
+    with temporary(folder) as place:
+        start(server, place)
+        try:
+            measure.prefill(server, prompt)
+        finally:
+            stop(server)  # which writes the trace
+        traces = list(Path(place).glob(TRACES))
+        found = device_events(traces[0]) if traces else []
+        if not found:
+            raise MeasureError("the profile of a prompt has no events of the device")
+        span = max(one.end for one in found) - found[0].start
+        return {**totals(found, 1), "span_ms": span / 1000}
+
+
+def temporary(folder: Path) -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True)
 
 
 def stop(server: measure.Server) -> None:
@@ -80,7 +101,9 @@ def stop(server: measure.Server) -> None:
         server.request("/stop_profile", {})
 
 
-def start(server: measure.Server, body: dict[str, Any]) -> None:
+def start(server: measure.Server, place: str, **limits: int) -> None:
+    body: dict[str, Any] = {"output_dir": place, "activities": list(ACTIVITIES), **limits}
+    body |= {"with_stack": False, "record_shapes": False}
     try:
         server.request("/start_profile", body)
     except urllib.error.HTTPError as error:
@@ -108,32 +131,37 @@ def device_events(file: Path) -> list[Event]:
 def step(found: Sequence[Event], asked: int) -> dict[str, Any]:
     """Averages of the whole steps among events of about `asked` steps, begun ones at both ends.
 
-    busy_ms: while the device did anything; what runs side by side counts once. span_ms: median from
-    the begin of a step's first launch to the end of its last, without the longest pause between
-    steps. launches: copies and fills included; fewest, most: in a step. kernels: the MOST that take
-    longest, by name. Raises MeasureError where steps cannot be told apart.
+    Those of `totals`, and span_ms: median from the begin of a step's first launch to the end of its
+    last, without the longest pause between steps. fewest, most: launches of a step. Raises
+    MeasureError where steps cannot be told apart.
     """
     cuts = boundaries(found, asked)
     steps = [found[begin:end] for begin, end in pairwise(cuts)]
-    inside = found[cuts[0] : cuts[-1]]
     spans = [max(one.end for one in each) - each[0].start for each in steps]
-    by_name: defaultdict[str, list[float]] = defaultdict(list)
-    for one in inside:
-        by_name[one.name].append(one.end - one.start)
-    longest = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:MOST]
     return {
-        "busy_ms": busy(inside) / len(steps) / 1000,
+        **totals(found[cuts[0] : cuts[-1]], len(steps)),
         "span_ms": statistics.median(spans) / 1000,
-        "launches": len(inside) / len(steps),
         "fewest": min(map(len, steps)),
         "most": max(map(len, steps)),
         "steps": len(steps),
+    }
+
+
+def totals(found: Sequence[Event], steps: int) -> dict[str, Any]:
+    """Of events of so many steps, for one of them.
+
+    busy_ms: while the device did anything; what runs side by side counts once. launches: copies and
+    fills included. kernels: the MOST that take longest, by name.
+    """
+    by_name: defaultdict[str, list[float]] = defaultdict(list)
+    for one in found:
+        by_name[one.name].append(one.end - one.start)
+    longest = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:MOST]
+    return {
+        "busy_ms": busy(found) / steps / 1000,
+        "launches": len(found) / steps,
         "kernels": [
-            {
-                "name": name[:NAME],
-                "launches": len(times) / len(steps),
-                "us": sum(times) / len(steps),
-            }
+            {"name": name[:NAME], "launches": len(times) / steps, "us": sum(times) / steps}
             for name, times in longest
         ],
     }

@@ -118,7 +118,7 @@ def label(key: Mapping[str, Any]) -> str:
     """Of a point: `decode, batch 8, context 1,024`."""
     if key["kind"] == "ready":
         return f"time to ready, {key['what']}"
-    batch = "" if key["kind"] == "prefill" else f", batch {key['batch']}"
+    batch = "" if key["kind"].startswith("prefill") else f", batch {key['batch']}"
     what = f" {key['what']}" if key["what"] else ""
     return f"{key['kind']}{what}{batch}, context {key['context']:,}: {key['metric']}"
 
@@ -255,14 +255,14 @@ def plot(results: Sequence[Result], file: Path) -> None:
 
 
 def _panel(result: Result, key: Mapping[str, Any]) -> tuple[str, ...]:
-    context = "" if key["kind"] in ("ready", "prefill") else f"context {key['context']:,}"
+    context = "" if key["kind"].startswith(("ready", "prefill")) else f"context {key['context']:,}"
     preset = f"{result['preset']} {result['layers']} layers"
     return preset, key["kind"], key["what"], key["metric"], context
 
 
 def _draw(axis: Any, title: str, drawn: Sequence[tuple[str, Line]]) -> None:
     names = list(dict.fromkeys(name for name, _ in drawn))
-    prefill = drawn[0][1].key["kind"] == "prefill"
+    prefill = drawn[0][1].key["kind"].startswith("prefill")
     field = "context" if prefill else "batch"
     for name, colour in zip(names, _COLOURS, strict=False):
         found = sorted((line.key[field], line.ratios[name]) for one, line in drawn if one == name)

@@ -30,6 +30,7 @@ METRICS = {
     "decode": (("step", "ms"),),
     "prefill": (("first token", "ms"),),
     "kernels": (("device busy", "ms"), ("launches", "a step")),
+    "prefill-kernels": (("device busy", "ms"), ("launches", "a prompt")),
 }
 
 
@@ -240,7 +241,7 @@ class Bench:
 
     def kernels(self, running: Mapping[str, measure.Server]) -> None:
         """Profiles of each server in turn. After all else: a profiler may leave a server slower."""
-        profiled = [point for point in self.points if point.kind == "kernels"]
+        profiled = [point for point in self.points if point.kind.endswith("kernels")]
         numbers = range(1, max(1, self.arguments.rounds // 2) + 1)
         for number, point, name in turns(running, profiled, numbers):
             self.one(name, running[name], point, number)
@@ -268,12 +269,18 @@ class Bench:
 
         if point.kind == "prefill":
             return [measure.prefill(server, prompt(f"prefill {point.context} {number}"))]
+        if point.kind == "prefill-kernels":
+            new = prompt(f"profiled {point.context} {number}")
+            return self.profiled(bench_profile.profile_prefill(server, new, self.work))
         # The same prompts each time: from the second on a hit.
         prompts = [prompt(f"decode {each}") for each in range(point.batch)]
         if point.kind == "decode":
             return [measure.decode(server, prompts, self.arguments.steps)]
-        step = bench_profile.profile(server, prompts, self.work)
-        return [{"value": step["busy_ms"], **step}, {"value": step["launches"]}]
+        return self.profiled(bench_profile.profile(server, prompts, self.work))
+
+    @staticmethod
+    def profiled(found: dict[str, Any]) -> list[dict[str, Any]]:
+        return [{"value": found["busy_ms"], **found}, {"value": found["launches"]}]
 
     def traffic(self, running: Mapping[str, measure.Server]) -> None:
         """SGLang's own serving benchmark, each data set and concurrency on each server in turn."""

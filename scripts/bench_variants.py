@@ -152,8 +152,8 @@ def waves(needed: Mapping[str, float], memory: float) -> tuple[list[list[str]], 
 
 @dataclass(frozen=True)
 class Point:
-    """One thing that is measured. kind: decode, prefill, serving or kernels; what: of serving, the
-    data set. batch: requests at once. context: tokens of each prompt."""
+    """One thing that is measured. kind: one of the measures. what: of serving, the data set.
+    batch: requests at once. context: tokens of each prompt."""
 
     kind: str
     batch: int
@@ -196,6 +196,8 @@ def points(
             for what in DATASETS
             for concurrency in concurrencies
         ]
+    if "prefill-kernels" in measures:
+        found += [Point("prefill-kernels", 1, length) for length in prefills]
     if "kernels" in measures:
         found += [Point("kernels", batch, contexts[0]) for batch in fitting(contexts[0])]
     return found

@@ -21,7 +21,7 @@ import bench_variants as plan  # noqa: E402
 from bench_run import Bench  # noqa: E402
 
 FAILED, USAGE = 1, 2
-MEASURES = ("decode", "prefill", "serving", "ready", "kernels")
+MEASURES = ("decode", "prefill", "serving", "ready", "kernels", "prefill-kernels")
 DESCRIPTION = """\
 The same SGLang, shapes and dummy weights, with the plugin on and off. Servers that fit into the
 GPU's memory together start at the same moment and run beside each other, and every point is
@@ -45,6 +45,7 @@ measures:
             the host is slower than the GPU, decode tells of the host and this of the model. Last of
             all, since a profiler may leave a server slower. The JSON has the step from its first
             launch to its last, and the 12 kernels that take longest. On a GPU only
+  prefill-kernels   the same of one new prompt of each --prefill tokens, and its first token
 and always memory and checks: who serves, finite log-probabilities, token counts, errors in logs.
 
 Every server has --load-format dummy, --max-total-tokens, --context-length 133120, a port and
@@ -64,7 +65,7 @@ The first start compiles; where that takes longer than a call, the same call goe
   $R --measure decode,prefill --batch 1 8 16 64 128 --context 1024
   $R --measure decode --batch 1 8 16 64 128 --context 16384 --variants builtin-fp4,ours-mxfp4
   $R --measure decode --batch 1 --context 131072
-  $R --measure kernels --batch 1 8 16 64 128
+  $R --measure kernels,prefill-kernels --batch 1 8 16 64 128
   $R --measure serving --variants builtin-fp4,ours-mxfp4
   $R --measure decode,prefill --variants builtin-fp4,ours-mxfp4,ours-mxfp4-fp8
   $R --measure decode,prefill --variants builtin-fp8,builtin-fp4
@@ -163,10 +164,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, defaults in DEFAULTS.items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, defaults[arguments.device == "cpu"])
-    if arguments.device == "cpu" and "kernels" in arguments.measure:
+    profiles = [name for name in arguments.measure if name.endswith("kernels")]
+    if arguments.device == "cpu" and profiles:
         print(
-            "bench_vs_builtin: --measure kernels needs the events of a GPU, which --device cpu has"
-            " none of: leave it out, or take --device cuda",
+            f"bench_vs_builtin: --measure {profiles[0]} needs the events of a GPU, which"
+            " --device cpu has none of: leave it out, or take --device cuda",
             file=sys.stderr,
         )
         return USAGE

@@ -9,6 +9,7 @@ import os
 import sys
 import time
 import urllib.error
+from collections.abc import Callable
 from email.message import Message
 from pathlib import Path
 from typing import Any
@@ -160,13 +161,21 @@ class Profiled:
     def __init__(self, late: float | None = -1.0, refuses: bool = False) -> None:
         self.late, self.refuses = late, refuses
         self.asked: list[tuple[str, Any]] = []
+        self.place: Path | None = None
 
-    def request(self, path: str, body: Any = None) -> str:
+    def request(self, path: str, body: Any = None) -> Any:
         self.asked.append((path, body))
         if self.refuses:
             text = io.BytesIO(b"Internal Server Error")
             raise urllib.error.HTTPError(path, 500, "no", Message(), text)
-        if path == "/start_profile" and self.late is not None:
+        if path == "/generate":
+            meta = {"finish_reason": None, "cached_tokens": 0, "completion_tokens": 1}
+            return {"meta_info": meta}
+        if path == "/start_profile" and "num_steps" not in body:
+            self.place = Path(body["output_dir"])
+        if path == "/stop_profile" and self.place is not None:
+            write(trace(), self.place / "17.5-TP-0.trace.json.gz")
+        if path == "/start_profile" and "num_steps" in body and self.late is not None:
             file = Path(body["output_dir"]) / "17.5-TP-0.trace.json.gz"
             write(trace(), file)
             os.utime(file, (time.time() + self.late,) * 2)
@@ -200,6 +209,46 @@ def test_a_batch_is_profiled_while_it_decodes(streamed: list[int], tmp_path: Pat
         "num_steps": 12, "activities": ["GPU"], "with_stack": False, "record_shapes": False,
     }  # fmt: skip
     assert list(tmp_path.iterdir()) == []  # traces are large
+
+
+def test_a_prompt_is_profiled_to_its_first_token(tmp_path: Path) -> None:
+    """All events count; the trace is written when the profile is stopped."""
+    server = Profiled()
+    found = profiles.profile_prefill(server, [7, 8], tmp_path)
+    events = found_in(trace(), tmp_path)
+    assert found["launches"] == len(events) and found["kernels"][0]["name"] == "attend"
+    assert found["busy_ms"] == pytest.approx(profiles.busy(events) / 1000)
+    last = max(one.end for one in events)
+    assert found["span_ms"] == pytest.approx((last - events[0].start) / 1000)
+    assert [path for path, _ in server.asked] == ["/start_profile", "/generate", "/stop_profile"]
+    assert server.asked[1][1]["input_ids"] == [7, 8]
+    assert not list(tmp_path.glob("*/*.trace.json*"))
+
+
+def test_a_prompt_whose_profile_is_not_written_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or that goes wrong: what was begun is stopped."""
+    monkeypatch.setattr(profiles, "TRACES", "*.other")
+    with pytest.raises(measure.MeasureError, match="no events of the device"):
+        profiles.profile_prefill(Profiled(), [7], tmp_path)
+    server = Profiled()
+    with pytest.raises(measure.MeasureError, match="not a whole prefill"):
+        server.request = cached(server.request)  # type: ignore[method-assign]
+        profiles.profile_prefill(server, [7], tmp_path)
+    assert [path for path, _ in server.asked] == ["/start_profile", "/generate", "/stop_profile"]
+
+
+def cached(request: Callable[..., Any]) -> Callable[..., Any]:
+    """The answers say that the prompt was in the cache."""
+
+    def asked(path: str, body: Any = None) -> Any:
+        answer = request(path, body)
+        if path == "/generate":
+            answer["meta_info"]["cached_tokens"] = 5
+        return answer
+
+    return asked
 
 
 def test_the_servers_request_is_one_that_sglang_knows() -> None:

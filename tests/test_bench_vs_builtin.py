@@ -105,6 +105,9 @@ def test_points_and_their_pool() -> None:
         (1, 1024), (8, 1024),
     ]  # fmt: skip
     assert len(both) == 6  # and they keep no more prompts
+    assert [one.context for one in plan.points(["prefill-kernels"], [8], [1], [64, 128], [])] == [
+        64, 128,
+    ]  # fmt: skip
     profiled = plan.points(["decode", "kernels"], [1, 8], [1024], [], [])
     assert plan.pool_tokens(profiled, 128, 0) == plan.pool_tokens(decoded, 128, 0)
 
@@ -608,6 +611,7 @@ def test_profiles_are_taken_one_by_one_after_all_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[tuple[str, int]] = []
+    prompts: list[tuple[int, ...]] = []
 
     def profile(server: Any, prompts: Sequence[Any], folder: Path) -> dict[str, Any]:
         name = server.checkpoint.name
@@ -615,6 +619,10 @@ def test_profiles_are_taken_one_by_one_after_all_else(
         if (name, len(prompts)) == ("ours-bf16", 4):
             raise measure.MeasureError("/start_profile: HTTP 500")
         return {"busy_ms": 8.0 if "builtin" in name else 2.0, "launches": 60.0, "kernels": ["k"]}
+
+    def profile_prefill(server: Any, prompt: Sequence[int], folder: Path) -> dict[str, Any]:
+        prompts.append(tuple(prompt))
+        return {"busy_ms": 9.0, "launches": 70.0, "kernels": []}
 
     def decode(*_: Any) -> dict[str, Any]:
         order.append(("decode", 0))
@@ -624,11 +632,13 @@ def test_profiles_are_taken_one_by_one_after_all_else(
     monkeypatch.setattr(measure, "Server", NoServer)
     monkeypatch.setattr(measure, "decode", decode)
     monkeypatch.setattr(run_module.bench_profile, "profile", profile)
+    monkeypatch.setattr(run_module.bench_profile, "profile_prefill", profile_prefill)
     monkeypatch.setattr(run_module.Bench, "traffic", lambda *_: order.append(("serving", 0)))
     monkeypatch.setattr(host, "device", lambda kind: {"name": "toy", "memory": 0})
     code = command.main([
-        "--preset", "tiny", "--out", str(tmp_path), "--measure", "kernels,decode", "--rounds", "5",
-        "--variants", "builtin-fp4,ours-bf16", "--batch", "1", "4",
+        "--preset", "tiny", "--out", str(tmp_path), "--measure",
+        "kernels,decode,prefill-kernels", "--rounds", "5", "--variants", "builtin-fp4,ours-bf16",
+        "--batch", "1", "4", "--prefill", "32",
     ])  # fmt: skip
     assert code == 1
     pair = ["builtin-fp4", "ours-bf16"]
@@ -647,6 +657,9 @@ def test_profiles_are_taken_one_by_one_after_all_else(
         in text
     )
     assert "kernels, batch 1, context 1,024: launches | a step | 60 (60 to 60)" in text
+    assert "prefill-kernels, context 32: launches | a prompt | 70 (70 to 70)" in text
+    # Each server is given the same two prompts, which it has not seen.
+    assert [len(prompt) for prompt in prompts] == [32] * 4 and len(set(prompts)) == 2
     assert "MeasureError: /start_profile: HTTP 500" in text
     assert result["variants"]["ours-bf16"]["started_with"] == pair
 
