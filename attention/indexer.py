@@ -8,7 +8,7 @@ from sglang_dsv4.attention.compressor import IndexCompressor
 from sglang_dsv4.attention.metadata import Metadata
 from sglang_dsv4.backends import Ops
 from sglang_dsv4.config import DSV4Config
-from sglang_dsv4.fp8 import linear
+from sglang_dsv4.linears import Linears
 from sglang_dsv4.precision import Precision
 
 
@@ -21,16 +21,15 @@ class Indexer(nn.Module):
     """
 
     def __init__(
-        self, config: DSV4Config, precision: Precision, ops: Ops, fp8: bool = False
+        self, config: DSV4Config, precision: Precision, ops: Ops, linears: Linears
     ) -> None:
-        """fp8: whether wq_b lies in memory in FP8."""
         super().__init__()
         self.ops = ops
         self.heads, self.dim = config.index_n_heads, config.index_head_dim
         self.top_k = config.index_topk
         self.fp4 = precision.indexer_qk == "fp4"
         self.weight_scale = self.dim**-0.5 * self.heads**-0.5
-        self.wq_b = linear(self.heads * self.dim, config.q_lora_rank, ops.linear_fp8, fp8=fp8)
+        self.wq_b = linears.matrix("attn.indexer.wq_b", self.heads * self.dim, config.q_lora_rank)
         self.compressor = IndexCompressor(config, ops, fp4=self.fp4)
         inner = self.compressor.projections.items()
         self.projections = {f"compressor.{name}": rows for name, rows in inner}

@@ -1,7 +1,5 @@
 """Shared-KV multi-query attention over window rows and compressed entries."""
 
-from collections.abc import Set
-
 import torch
 from torch import nn
 
@@ -12,7 +10,7 @@ from sglang_dsv4.attention.metadata import IndexList, Metadata
 from sglang_dsv4.attention.rope import rope_frequencies
 from sglang_dsv4.backends import Ops
 from sglang_dsv4.config import DSV4Config, LayerKind
-from sglang_dsv4.fp8 import linear, stack
+from sglang_dsv4.linears import ALL_DENSE, KeptLinears, Linears
 from sglang_dsv4.parallel import Parallel
 from sglang_dsv4.parameters import Stack, Weight, tensor
 from sglang_dsv4.precision import Precision
@@ -32,9 +30,8 @@ class Attention(nn.Module):
         precision: Precision,
         ops: Ops,
         parallel: Parallel,
-        fp8: Set[str] = frozenset(),
+        kept: KeptLinears = ALL_DENSE,
     ) -> None:
-        """fp8: the matrices that lie in memory in FP8, "attn.wq_b" for one; see `model.Model`."""
         super().__init__()
         self.ops, self.parallel = ops, parallel
         self.kind = config.layer_kinds[layer_id]
@@ -47,21 +44,20 @@ class Attention(nn.Module):
 
         hidden, q_lora = config.hidden_size, config.q_lora_rank
         group_width = config.num_attention_heads // config.o_groups * self.head_dim
-        op = ops.linear_fp8
+        linears, latent = Linears(ops, kept), self.groups * self.o_lora
         rows = {"wq_a.weight": q_lora, "wkv.weight": self.head_dim}
-        self.inputs = stack(hidden, rows, op, fp8="attn.inputs" in fp8)
+        self.inputs = linears.stack("attn.inputs", hidden, rows)
         self.q_norm = Weight(q_lora)
-        self.wq_b = linear(self.heads * self.head_dim, q_lora, op, fp8="attn.wq_b" in fp8)
+        self.wq_b = linears.matrix("attn.wq_b", self.heads * self.head_dim, q_lora)
         self.kv_norm = Weight(self.head_dim)
         self.attn_sink = tensor(self.heads, dtype=torch.float32)
-        latent, in_fp8 = self.groups * self.o_lora, "attn.wo_a" in fp8
-        self.wo_a = linear(latent, group_width, op, fp8=in_fp8, groups=self.groups)
-        self.wo_b = linear(hidden, latent, op, fp8="attn.wo_b" in fp8)
+        self.wo_a = linears.matrix("attn.wo_a", latent, group_width, groups=self.groups)
+        self.wo_b = linears.matrix("attn.wo_b", hidden, latent)
         self.compressor: CsaCompressor | HcaCompressor | None = None
         self.indexer: Indexer | None = None
         if self.kind is LayerKind.CSA:
             self.compressor = CsaCompressor(config, ops)
-            self.indexer = Indexer(config, precision, ops, fp8="attn.indexer.wq_b" in fp8)
+            self.indexer = Indexer(config, precision, ops, linears)
         elif self.kind is LayerKind.HCA:
             self.compressor = HcaCompressor(config, ops)
         self.fp32_inputs: Stack | None = None

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from sglang_dsv4.backends import multiprocessors
 from sglang_dsv4.dequant import MXFP4_GROUP
-from sglang_dsv4.moe.fp4 import FP4Matrices
+from sglang_dsv4.fp4 import FP4Matrices
 from sglang_dsv4.moe.kernels_triton import _swiglu
 from sglang_dsv4.moe.kernels_triton_experts import add_choices
 

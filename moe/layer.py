@@ -4,15 +4,13 @@ Source: the DeepSeek-V4 paper, section 2.1. Parameters carry the checkpoint's na
 and up (w3) rows of every expert are stacked as w13.
 """
 
-from collections.abc import Set
-
 import torch
 from torch import nn
 
 from sglang_dsv4.backends import Ops
 from sglang_dsv4.config import DSV4Config
-from sglang_dsv4.fp8 import FP8Matrix
-from sglang_dsv4.moe.fp4 import FP4Matrices
+from sglang_dsv4.fp4 import FP4Matrices
+from sglang_dsv4.linears import ALL_DENSE, KeptLinears, Linears
 from sglang_dsv4.parallel import Parallel
 from sglang_dsv4.parameters import Stack, tensor
 
@@ -30,26 +28,25 @@ class MoE(nn.Module):
         ops: Ops,
         parallel: Parallel,
         expert_group: int | None = None,
-        fp8: Set[str] = frozenset(),
+        kept: KeptLinears = ALL_DENSE,
     ) -> None:
         """config: its moe_intermediate_size is a multiple of the number of ranks.
 
         expert_group: values that share a scale where the routed experts lie in memory in four bits
-        (16 or 32), None where they are dense. fp8: the matrices of the shared expert that lie in
-        memory in FP8; see `model.Model`.
+        (16 or 32), None where they are dense. kept: of the shared expert's matrices.
         """
         super().__init__()
         width = config.moe_intermediate_size // parallel.size
         assert width * parallel.size == config.moe_intermediate_size
         self.parallel = parallel
         hashed = layer_id < config.num_hash_layers
-        rows = {"gate.weight": config.n_routed_experts}
-        if "ffn.shared_experts.w13" not in fp8:
+        linears, rows = Linears(ops, kept), {"gate.weight": config.n_routed_experts}
+        if not linears.keeps("ffn.shared_experts.w13"):
             rows["shared_experts.w13"] = 2 * width
         self.ops, self.inputs = ops, Stack(config.hidden_size, rows)
         self.gate = HashRouter(config, ops) if hashed else ScoredRouter(config, ops)
         self.experts = RoutedExperts(config, width, ops, expert_group)
-        self.shared_experts = SharedExpert(config, width, ops, fp8)
+        self.shared_experts = SharedExpert(config, width, ops, linears)
 
     def forward(self, x: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """x [T, D] (normed), token_ids [T] -> [T, D] fp32.
@@ -136,19 +133,19 @@ class RoutedExperts(nn.Module):
 class SharedExpert(nn.Module):
     """This rank's slice of the expert that every token passes through, with weight 1."""
 
-    w13: FP8Matrix | None
-    w2: FP8Matrix | torch.Tensor
+    w13: nn.Module | None
+    w2: nn.Module | torch.Tensor
 
-    def __init__(self, config: DSV4Config, width: int, ops: Ops, fp8: Set[str]) -> None:
-        """fp8: see MoE. A dense w13 is in the stack of what multiplies the layer's input."""
+    def __init__(self, config: DSV4Config, width: int, ops: Ops, linears: Linears) -> None:
+        """A dense w13 is in the stack of what multiplies the layer's input."""
         super().__init__()
         self.ops = ops
         self.limit = config.swiglu_limit
         hidden, self.w13 = config.hidden_size, None
-        if "ffn.shared_experts.w13" in fp8:
-            self.w13 = FP8Matrix(2 * width, hidden, ops.linear_fp8, suffix="")
-        if "ffn.shared_experts.w2" in fp8:
-            self.w2 = FP8Matrix(hidden, width, ops.linear_fp8, suffix="")
+        if linears.keeps("ffn.shared_experts.w13"):
+            self.w13 = linears.as_stored(2 * width, hidden, suffix="")
+        if linears.keeps("ffn.shared_experts.w2"):
+            self.w2 = linears.as_stored(hidden, width, suffix="")
         else:
             self.w2 = tensor(hidden, width)
 
@@ -160,6 +157,6 @@ class SharedExpert(nn.Module):
         if self.w13 is not None:
             gate_up = self.w13(x, torch.float32)
         activated = self.ops.swiglu(gate_up, limit=self.limit)
-        if isinstance(self.w2, FP8Matrix):
+        if isinstance(self.w2, nn.Module):
             return self.w2(activated, torch.float32)
         return self.ops.linear_fp32(activated, self.w2)

@@ -11,8 +11,8 @@ from functools import partial
 import torch
 from torch.nn import functional
 
-from sglang_dsv4 import dequant
-from sglang_dsv4.moe.fp4 import FP4Matrices
+from sglang_dsv4 import fp4
+from sglang_dsv4.fp4 import FP4Matrices
 
 # At most so many weight elements are gathered at once (4 MiB in fp32), or one expert's if that is
 # more: few launches for small experts, bounded memory for large ones.
@@ -160,16 +160,8 @@ def _gather(weight: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
 
 def _gather_fp4(weight: FP4Matrices, experts: torch.Tensor) -> torch.Tensor:
     """fp32 values of some experts' matrices: [blocks] -> [blocks, n, m]."""
-    _, rows, columns = weight.shape
-    codes = weight.codes.index_select(0, experts).view(-1, columns // 2)
-    scales = weight.scales.index_select(0, experts).view(codes.shape[0], -1)
-    if weight.group == dequant.MXFP4_GROUP:
-        values = dequant.mxfp4(codes, scales)
-    else:
-        values = dequant.nvfp4(codes, scales, weight.factors.new_ones(1))
-    factors = weight.factors.index_select(0, experts)[..., None, None]
-    values = values.view(-1, weight.parts, rows // weight.parts, columns) * factors
-    return values.view(-1, rows, columns)
+    parts = (weight.codes, weight.scales, weight.factors)
+    return fp4.values(*(part.index_select(0, experts) for part in parts), weight.group)
 
 
 def _block_grid(pairs: int, experts: int) -> tuple[int, int]:

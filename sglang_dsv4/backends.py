@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sglang_dsv4.moe.fp4 import FP4Matrices
+from sglang_dsv4.fp4 import FP4Matrices, FP4Matrix
 from sglang_dsv4.settings import parse_assignments
 
 VARIABLE = "SGLANG_DSV4_OPS"
@@ -113,6 +113,7 @@ def _triton(module: str) -> Provider:
 _MODEL = (_triton("sglang_dsv4.kernels_triton"), _reference("sglang_dsv4"))
 _LINEAR = (Provider("cublas", "sglang_dsv4.kernels_cublas", _needs_gpu), _MODEL[-1])
 _LINEAR_FP8 = (_triton("sglang_dsv4.kernels_triton_linear"), _MODEL[-1])
+_LINEAR_FP4 = (_triton("sglang_dsv4.kernels_triton_linear_fp4"), _MODEL[-1])
 _ATTENTION = (_triton("sglang_dsv4.attention.kernels_triton"), _reference("sglang_dsv4.attention"))
 _COMPRESS = (_triton("sglang_dsv4.attention.kernels_triton_compress"), _ATTENTION[-1])
 _INDEX = (_triton("sglang_dsv4.attention.kernels_triton_index"), _ATTENTION[-1])
@@ -139,6 +140,7 @@ PROVIDERS: Mapping[str, tuple[Provider, ...]] = MappingProxyType(
     {
         "linear_fp32": _LINEAR,
         "linear_fp8": _LINEAR_FP8,
+        "linear_fp4": _LINEAR_FP4,
         "rms_norm": _MODEL,
         "mhc_pre": _MODEL,
         "mhc_post": _MODEL,
@@ -169,6 +171,7 @@ class Ops:
 
     linear_fp32: Op
     linear_fp8: Op
+    linear_fp4: Op
     rms_norm: Op
     mhc_pre: Op
     mhc_post: Op
@@ -206,8 +209,7 @@ def choose(machine: Machine, named: str = "") -> Ops:
     default = requested.get("all")
     chosen = {op: _pick(op, machine, requested.get(op, default)) for op in PROVIDERS}
     functions = {
-        op: getattr(importlib.import_module(provider.module), op)
-        for op, provider in chosen.items()
+        op: getattr(importlib.import_module(provider.module), op) for op, provider in chosen.items()
     }
     names = MappingProxyType({op: provider.name for op, provider in chosen.items()})
     return Ops(**functions, machine=machine, providers=names)
@@ -226,13 +228,14 @@ def prepare_attention(
         module.prepare(tokens, heads, width, scale=scale, device=device)
 
 
-def pack_experts(ops: Ops, model: nn.Module) -> None:
-    """Have the provider of routed_experts_fp4 order the codes in `model` as it reads them, in
-    place, one stack of matrices after the other, after they were loaded."""
-    module = importlib.import_module(ops.routed_experts_fp4.__module__)
-    if hasattr(module, "pack"):
-        for part in model.modules():
-            if isinstance(part, FP4Matrices) and not part.packed:
+def pack_weights(ops: Ops, model: nn.Module) -> None:
+    """Have the providers of routed_experts_fp4 and linear_fp4 order the codes in `model` as they
+    read them, in place, one stack of matrices after the other, after they were loaded."""
+    for part in model.modules():
+        if isinstance(part, FP4Matrices) and not part.packed:
+            op = ops.linear_fp4 if isinstance(part, FP4Matrix) else ops.routed_experts_fp4
+            module = importlib.import_module(op.__module__)
+            if hasattr(module, "pack"):
                 module.pack(part)
 
 

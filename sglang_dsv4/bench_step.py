@@ -14,7 +14,7 @@ from torch import nn
 from sglang_dsv4 import linear_storage
 from sglang_dsv4.attention.cache import PAGE, LayerCache, allocate
 from sglang_dsv4.attention.metadata import Batch, list_width
-from sglang_dsv4.backends import Ops, pack_experts, prepare_attention
+from sglang_dsv4.backends import Ops, pack_weights, prepare_attention
 from sglang_dsv4.cli_make_tiny import shipped_config
 from sglang_dsv4.config import DSV4Config
 from sglang_dsv4.dequant import FP8_BLOCK
@@ -138,10 +138,11 @@ def _model(
 ) -> SmallLM:
     groups = {} if group is None else dict.fromkeys(range(config.num_hidden_layers), group)
     slots = expected_tensors(config)
-    formats = dict.fromkeys(filter(linear_storage.holder_of, slots), TensorFormat.FP8)
+    form = linear_storage.FORMATS.get(precision.linears, (TensorFormat.DENSE,))[0]
+    formats = dict.fromkeys(filter(linear_storage.holder_of, slots), form)
     linears = linear_storage.decide(config, slots, formats, chosen=precision.linears, ranks=1)
     with default_dtype(DTYPE), torch.device(device):
-        lm = SmallLM(config, ops, precision, Parallel(), groups, linears.fp8)
+        lm = SmallLM(config, ops, precision, Parallel(), groups, linears.layers)
     generator = torch.Generator(device).manual_seed(0)
     for name, parameter in lm.named_parameters():
         with torch.no_grad():
@@ -149,7 +150,7 @@ def _model(
     for name, table in lm.named_buffers():
         if name.endswith("tid2eid"):
             fill_hash_table(table, config.n_routed_experts)
-    pack_experts(ops, lm)
+    pack_weights(ops, lm)
     return lm
 
 

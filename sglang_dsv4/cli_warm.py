@@ -14,6 +14,7 @@ from sglang_dsv4.settings import Settings, SettingsError
 
 if TYPE_CHECKING:
     from sglang_dsv4.expert_storage import HeldByLayer
+    from sglang_dsv4.linears import KeptLinears
     from sglang_dsv4.warmup import Target
 
 BUILD_FAILED = 1
@@ -25,9 +26,9 @@ compiled at first use. What is built already is found and left alone. Nothing is
 weights are read, and little GPU memory is used. SGLang's own Triton kernels compile at its start.
 
 Which model is said by a checkpoint's folder (its config.json is enough), or by --config. Whether
-routed experts stay in four bits, and linears=fp8 other weights in FP8, is told from the headers of
-its weights, or for want of any by its config.json; flash and pro are as they were released, with
-MXFP4 and FP8.
+routed experts stay in four bits, and with linears=fp8 or fp4 other weights in FP8 or NVFP4, is told
+from the headers of its weights, or for want of any by its config.json; flash and pro are as they
+were released, with MXFP4 and FP8.
 On a machine without a GPU nothing is compiled, and nothing needs warming.
 
 exit codes: 0 warm (or nothing to do), 1 something could not be built, 2 bad command line
@@ -120,14 +121,16 @@ def expert_formats(config: DSV4Config, checkpoint: Path | None, name: str | None
     return expert_storage.from_claims(format_claims.read(folder / format_claims.CONFIG), config)
 
 
-def modules_in_fp8(config: DSV4Config, value: str, arguments: argparse.Namespace) -> frozenset[str]:
-    """What stays in FP8 in some layer, told from the same; value: of the component linears."""
+def kept_linears(config: DSV4Config, value: str, arguments: argparse.Namespace) -> "KeptLinears":
+    """What else stays as it is stored in some layer, told from the same; value: of the component
+    linears."""
     from sglang_dsv4 import format_claims, linear_storage
     from sglang_dsv4.checkpoint import CheckpointError
+    from sglang_dsv4.linears import ALL_DENSE
     from sglang_dsv4.tensor_table import expected_tensors
 
-    if value != precision.EIGHT_BITS:
-        return frozenset()
+    if value == precision.DENSE:
+        return ALL_DENSE
     slots = expected_tensors(config)
     name, folder = arguments.config, NANO if arguments.config == "nano" else arguments.checkpoint
     if folder is None:
@@ -142,8 +145,7 @@ def modules_in_fp8(config: DSV4Config, value: str, arguments: argparse.Namespace
         said = format_claims.read(folder / format_claims.CONFIG)
         formats = linear_storage.from_claims(said, slots)
     ranks = arguments.tp_size
-    kept = linear_storage.decide(config, slots, formats, chosen=value, ranks=ranks)
-    return frozenset().union(*kept.fp8.values())
+    return linear_storage.decide(config, slots, formats, chosen=value, ranks=ranks).anywhere
 
 
 def made_target(
@@ -179,7 +181,7 @@ def made_target(
         context=context,
         dtype=getattr(torch, arguments.dtype),
         expert_groups=storage.groups,
-        fp8=modules_in_fp8(config, chosen.linears, arguments),
+        linears=kept_linears(config, chosen.linears, arguments),
     )
 
 

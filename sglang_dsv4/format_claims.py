@@ -27,6 +27,11 @@ _NVFP4 = (TensorFormat.NVFP4.value, TensorFormat.COMPRESSED_TENSORS.value)
 
 # By either names.
 _AN_EXPERT = ("layers.0.ffn.experts.0.w1", "model.layers.0.mlp.experts.0.gate_proj")
+_A_LINEAR = (
+    *("layers.0.attn.wq_b", "layers.0.attn.wo_a", "layers.0.ffn.shared_experts.w1"),
+    *("model.layers.0.self_attn.q_b_proj", "model.layers.0.self_attn.o_a_proj"),
+    "model.layers.0.mlp.shared_experts.gate_proj",
+)
 
 
 def contradictions(folder: Path, census: Census) -> list[str]:
@@ -55,17 +60,29 @@ def experts(raw: Mapping[str, Any]) -> TensorFormat | None:
     ignored = _texts(said.get("ignore"))
     spared = any(_matches_in_time(pattern, name, end) for pattern in ignored for name in _AN_EXPERT)
     if "NVFP4" in _algorithms(said, _groups(said)) and not spared:
-        packed = str(said.get("quant_method")).startswith("compressed")
-        return TensorFormat.COMPRESSED_TENSORS if packed else TensorFormat.NVFP4
+        return TensorFormat.COMPRESSED_TENSORS if _is_packed(said) else TensorFormat.NVFP4
     by_dtype = {"fp4": TensorFormat.MXFP4, "fp8": TensorFormat.FP8}
     return by_dtype.get(str(raw.get("expert_dtype")))
 
 
 def linears(raw: Mapping[str, Any]) -> TensorFormat | None:
-    """The format of attention and the shared expert by a config.json alone; None where it is not
-    that of the release."""
-    method = str(_mapping(raw, "quantization_config").get("quant_method"))
-    return TensorFormat.FP8 if method == "fp8" else None
+    """The format of attention and the shared expert by a config.json alone: that of the release, or
+    NVFP4 where it says so of every linear layer and leaves none of theirs out; else None."""
+    said = _mapping(raw, "quantization_config")
+    method, end = str(said.get("quant_method")), time.monotonic() + MATCHING
+    if method == "fp8":
+        return TensorFormat.FP8
+    targets = {target for group in _groups(said) for target in _texts(group.get("targets"))}
+    ignored = _texts(said.get("ignore"))
+    spared = any(_matches_in_time(pattern, name, end) for pattern in ignored for name in _A_LINEAR)
+    if "NVFP4" not in _algorithms(said, _groups(said)) or targets - {"Linear"} or spared:
+        return None
+    return TensorFormat.COMPRESSED_TENSORS if _is_packed(said) else TensorFormat.NVFP4
+
+
+def _is_packed(said: Mapping[str, Any]) -> bool:
+    """Whether compressed-tensors wrote it."""
+    return str(said.get("quant_method")).startswith("compressed")
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The decode step that graph safety looks at: a small model of ours over caches of its own."""
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import cycle
 from types import MappingProxyType
@@ -12,16 +12,16 @@ from torch import nn
 from sglang_dsv4 import linear_storage, precision, tiny_weights, weights
 from sglang_dsv4.attention.cache import PAGE, LayerCache, allocate
 from sglang_dsv4.attention.metadata import Batch, Metadata, list_width
-from sglang_dsv4.backends import Ops, pack_experts, prepare_attention
+from sglang_dsv4.backends import Ops, pack_weights, prepare_attention
 from sglang_dsv4.components import EXPERTS, component_of
 from sglang_dsv4.config import DSV4Config
 from sglang_dsv4.dequant import MXFP4_GROUP, NVFP4_GROUP
-from sglang_dsv4.formats import TensorFormat
 from sglang_dsv4.linear_storage import LinearStorage
+from sglang_dsv4.linears import KeptLinears
 from sglang_dsv4.model import Model
 from sglang_dsv4.parallel import Parallel
 from sglang_dsv4.parameters import Weight, default_dtype
-from sglang_dsv4.precision import EIGHT_BITS, Precision
+from sglang_dsv4.precision import EIGHT_BITS, FOUR_BITS, Precision
 from sglang_dsv4.tensor_table import expected_tensors, layer_of
 
 CONTEXT = 1024  # tokens that a request may have: the bound that the host knows
@@ -29,6 +29,8 @@ PAGES = CONTEXT // PAGE  # of one request
 # How layers hold their routed experts, in turns after a dense one: keys of `tiny_formats.ENCODERS`,
 # and how many values share a scale.
 GROUPS = {"mxfp4": MXFP4_GROUP, "nvfp4": NVFP4_GROUP}
+# The same of other matrices: value of the component linears -> key of `ENCODERS`.
+ENCODED = {EIGHT_BITS: "fp8", FOUR_BITS: "nvfp4"}
 
 T = TypeVar("T")
 
@@ -43,12 +45,12 @@ class SmallLM(nn.Module):
         chosen: Precision,
         parallel: Parallel,
         expert_groups: Mapping[int, int] = MappingProxyType({}),
-        fp8: Mapping[int, Set[str]] = MappingProxyType({}),
+        linears: Mapping[int, KeptLinears] = MappingProxyType({}),
     ) -> None:
-        """expert_groups, fp8: see `model.Model`."""
+        """expert_groups, linears: see `model.Model`."""
         super().__init__()
         self.ops = ops
-        self.model = Model(config, chosen, ops, parallel, expert_groups, fp8)
+        self.model = Model(config, chosen, ops, parallel, expert_groups, linears)
         self.head = Weight(config.vocab_size // parallel.size, config.hidden_size)
 
     def forward(
@@ -63,37 +65,46 @@ def small_lm(config: DSV4Config, ops: Ops, device: str, dtype: torch.dtype) -> S
     """The model with random weights, or with no values at all on "meta".
 
     Its layers' routed experts are dense, in MXFP4 and in NVFP4, in turns; other matrices are in FP8
-    in every other layer, as far as their shapes allow.
+    and in NVFP4 in turns, as far as their shapes allow.
     """
     in_turns = zip(range(config.num_hidden_layers), cycle([None, *GROUPS]), strict=False)
     stored = {layer: how for layer, how in in_turns if how is not None}
     groups = {layer: GROUPS[how] for layer, how in stored.items()}
     linears = _linears(config)
     with default_dtype(dtype):
-        lm = SmallLM(config, ops, precision.parse(""), Parallel(), groups, linears.fp8)
+        lm = SmallLM(config, ops, precision.parse(""), Parallel(), groups, linears.layers)
     if device == "meta":
         return lm.to(device)
     weights.load(lm, _drawn(config, stored, linears.weights), config, rank=0, size=1)
     lm.to(device)
-    pack_experts(ops, lm)
+    pack_weights(ops, lm)
     return lm
 
 
 def _linears(config: DSV4Config) -> LinearStorage:
     slots = expected_tensors(config)
-    names = filter(linear_storage.holder_of, slots)
-    formats = {name: TensorFormat.FP8 for name in names if (layer_of(name) or 0) % 2 == 0}
-    return linear_storage.decide(config, slots, formats, chosen=EIGHT_BITS, ranks=1)
+    layers: dict[int, KeptLinears] = {}
+    weights: dict[str, str] = {}
+    for turn, form in enumerate(ENCODED):
+        names = filter(linear_storage.holder_of, slots)
+        own = [name for name in names if (layer_of(name) or 0) % len(ENCODED) == turn]
+        formats = dict.fromkeys(own, linear_storage.FORMATS[form][0])
+        if own:
+            kept = linear_storage.decide(config, slots, formats, chosen=form, ranks=1)
+            layers |= kept.layers
+            weights |= kept.weights
+    return LinearStorage(layers, weights)
 
 
 def _drawn(
-    config: DSV4Config, stored: Mapping[int, str], fp8: Set[str]
+    config: DSV4Config, stored: Mapping[int, str], linears: Mapping[str, str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Random weights; stored: layer -> how its routed experts are encoded; fp8: names."""
+    """Random weights; stored: layer -> how its routed experts are encoded; linears: name -> form of
+    other weights."""
     for entry in tiny_weights.vendor_entries(config):
         layer = layer_of(entry.name) if component_of(entry.name) == EXPERTS else None
         how = None if layer is None else stored.get(layer)
-        how = "fp8" if entry.name in fp8 else how
+        how = ENCODED.get(linears.get(entry.name, ""), how)
         yield from tiny_weights.tensors(replace(entry, stored=how), torch.float32, seed=0).items()
 
 

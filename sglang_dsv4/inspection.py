@@ -18,10 +18,10 @@ from sglang_dsv4 import expert_storage, format_claims, linear_storage
 from sglang_dsv4.census import QUANTISED
 from sglang_dsv4.components import EXPERTS, NAMES
 from sglang_dsv4.config import ConfigError, DSV4Config
-from sglang_dsv4.dequant import FP8_BLOCK
 from sglang_dsv4.expert_storage import ExpertStorage, HeldByLayer
-from sglang_dsv4.formats import DTYPE_NAMES, TensorFormat
+from sglang_dsv4.formats import DTYPE_NAMES
 from sglang_dsv4.linear_storage import LinearStorage
+from sglang_dsv4.linears import ALL_DENSE
 from sglang_dsv4.memory_plan import (
     GIB,
     CacheSizes,
@@ -188,7 +188,7 @@ class Inspection:
         """What there is of each component, in the model's order and by format."""
         sums: defaultdict[tuple[str, str, Kept, str], Counter[str]] = defaultdict(Counter)
         ranks = self.deployment.tensor_parallel
-        groups, fp8 = self._storage(ranks).groups, self._linears(ranks).fp8
+        groups, linears = self._storage(ranks).groups, self._linears(ranks).layers
         holdings = self.survey.holdings if self.survey else {}
         for (component, held, kept, layer), found in holdings.items():
             dtype = memory_dtype(kept, self.deployment.run)
@@ -196,9 +196,9 @@ class Inspection:
             group = None if layer is None or component != EXPERTS else groups.get(layer)
             if group is not None:
                 run, memory = held, four_bit_bytes(found.values, group, found.weights)
-            in_fp8 = frozenset() if layer is None else fp8.get(layer, frozenset())
-            if held == TensorFormat.FP8.value and in_fp8 & linear_storage.modules_of(component):
-                run, memory = held, found.values + found.values // FP8_BLOCK**2 * 4
+            linear = ALL_DENSE if layer is None else linears.get(layer, ALL_DENSE)
+            if linear_storage.stays(linear, component, held):
+                run, memory = held, linear_storage.bytes_of(linear.form, found.values, found.rows)
             sums[component, held, kept, run].update(
                 weights=found.weights,
                 layers=int(layer is not None),
@@ -217,8 +217,8 @@ class Inspection:
 
     def weights_of_a_rank(self, ranks: int) -> int:
         """Bytes in memory, as this version holds weights."""
-        groups, fp8 = self._storage(ranks).groups, self._linears(ranks).weights
-        return weight_bytes(self.slots, self.deployment.run, ranks, groups, fp8)
+        groups, linears = self._storage(ranks).groups, self._linears(ranks).weights
+        return weight_bytes(self.slots, self.deployment.run, ranks, groups, linears)
 
     # ---- how it judges ----
 
@@ -255,7 +255,7 @@ class Inspection:
             self.refused["linears"] = [str(error)]
 
     def _linears(self, ranks: int) -> LinearStorage:
-        """What so many ranks keep in FP8; nothing where that is refused."""
+        """What else so many ranks keep as it is stored; nothing where that is refused."""
         try:
             return LinearStorage() if not self.config else self._decided_linears(self.config, ranks)
         except SettingsError:

@@ -23,10 +23,13 @@ from sglang_dsv4.kernels_triton import _least_power
 
 # Beyond so many tokens arithmetic costs more than reading weights: they are dequantised, and cuBLAS
 # multiplies.
-_MOST_TOKENS = 128
+MOST_TOKENS = 128
 
 # So many programs fill the largest GPUs (132 to 160 multiprocessors, 3 or 4 programs each).
 _PROGRAMS = 512
+
+# Inputs of a slice for each token, at least: see `slice_depth_for`.
+_DEPTH_PER_TOKEN = 16
 
 _BLOCK = tl.constexpr(FP8_BLOCK)
 
@@ -56,8 +59,8 @@ def linear_fp8(
     if groups > 1 and width % (groups * FP8_BLOCK):
         raise ValueError(f"{width} rows in {groups} groups: each needs a multiple of {FP8_BLOCK}")
     x = x.to(torch.bfloat16).contiguous()
-    if x.shape[0] > _MOST_TOKENS:
-        return _dense_product(x, dequantised(weight, scales), dtype, groups)
+    if x.shape[0] > MOST_TOKENS:
+        return dense_product(x, dequantised(weight, scales), dtype, groups)
     codes = weight.contiguous().view(torch.uint8)
     return _tiled_product(x, codes, scales.contiguous(), dtype, groups)
 
@@ -108,15 +111,18 @@ def tiles_for(tokens: int) -> Tiles:
     return Tiles(rows=128, tokens=128, depth=64, warps=8, stages=3)
 
 
-def slice_depth_for(tokens: int, width: int, depth: int, tiles: Tiles) -> int:
+def slice_depth_for(
+    tokens: int, width: int, depth: int, tiles: Tiles, *, per_token: int = _DEPTH_PER_TOKEN
+) -> int:
     """How many of `depth` inputs each slice adds up: all, where rows alone make enough programs.
 
     Else slices, of two blocks of inputs at least, so that loads overlap; and so few that writing
-    and reading their sums takes at most half as long as reading an FP8 weight.
+    and reading their sums takes at most half as long as reading the weight: of `per_token` inputs
+    for each token.
     """
     blocks = triton.cdiv(depth, FP8_BLOCK)
     programs = triton.cdiv(width, tiles.rows) * triton.cdiv(tokens, tiles.tokens)
-    slices = min(_PROGRAMS // programs, blocks // 2, depth // (16 * tokens))
+    slices = min(_PROGRAMS // programs, blocks // 2, depth // (per_token * tokens))
     return triton.cdiv(blocks, max(slices, 1)) * FP8_BLOCK
 
 
@@ -158,14 +164,19 @@ def _tiled_product(
         num_stages=tiles.stages,
     )
     if slices > 1:
-        block = 256
-        _add_slices_kernel[(triton.cdiv(result.numel(), block),)](
-            sums, result, result.numel(), slices, SLICES=_least_power(slices), BLOCK=block
-        )
+        add_slices(sums, result)
     return result
 
 
-def _dense_product(
+def add_slices(sums: torch.Tensor, result: torch.Tensor) -> None:
+    """sums [slices, T, N] fp32 -> their sum in `result` [T, N], in one order, rounded once."""
+    slices, block = sums.shape[0], 256
+    _add_slices_kernel[(triton.cdiv(result.numel(), block),)](
+        sums, result, result.numel(), slices, SLICES=_least_power(slices), BLOCK=block
+    )
+
+
+def dense_product(
     x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, groups: int
 ) -> torch.Tensor:
     """As linear_fp8, by cuBLAS. x and weight: bf16."""

@@ -1,8 +1,8 @@
-"""Which linear weights stay in FP8 in memory, as their checkpoint holds them.
+"""Which linear weights stay in memory as their checkpoint holds them: in FP8, or in NVFP4.
 
 This is the one place that decides; the model, the plan of its memory and `warm` follow. Matrices
-that are multiplied as one stay if each of them is in FP8, and if its rows and columns on a rank
-begin with a block of scales.
+that are multiplied as one stay if each of them is in the format, and if its rows and columns on a
+rank begin with a block of scales (FP8), or are made of whole tiles (NVFP4).
 """
 
 from collections import defaultdict
@@ -11,15 +11,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sglang_dsv4 import format_claims
+import torch
+
+from sglang_dsv4 import format_claims, fp4
 from sglang_dsv4.components import component_of
 from sglang_dsv4.config import DSV4Config
-from sglang_dsv4.dequant import FP8_BLOCK
+from sglang_dsv4.dequant import FP8_BLOCK, NVFP4_GROUP
 from sglang_dsv4.expert_storage import stored_formats
 from sglang_dsv4.formats import TensorFormat
-from sglang_dsv4.precision import EIGHT_BITS, VARIABLE
+from sglang_dsv4.linears import KeptLinears
+from sglang_dsv4.memory_plan import four_bit_bytes
+from sglang_dsv4.precision import DENSE, EIGHT_BITS, FOUR_BITS, VARIABLE
 from sglang_dsv4.settings import SettingsError
 from sglang_dsv4.tensor_table import Slot, layer_of
+
+# Value of the component linears -> the formats that stay, the one that is usual first.
+FORMATS = {
+    EIGHT_BITS: (TensorFormat.FP8,),
+    FOUR_BITS: (TensorFormat.NVFP4, TensorFormat.COMPRESSED_TENSORS),
+}
 
 # Vendor's name within a layer -> the module that holds it, within the model's layer.
 HOLDERS = {
@@ -37,22 +47,44 @@ HOLDERS = {
 
 @dataclass(frozen=True)
 class LinearStorage:
-    """fp8: layer -> modules whose matrices stay in FP8. weights: the same by the vendor's names."""
+    """layers: layer -> what of it stays as it is stored; layers without any are left out.
+    weights: vendor's name -> form (a value of the component linears), of all that stays."""
 
-    fp8: Mapping[int, frozenset[str]] = field(default_factory=dict)
-    weights: frozenset[str] = frozenset()
+    layers: Mapping[int, KeptLinears] = field(default_factory=dict)
+    weights: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def anywhere(self) -> KeptLinears:
+        """What stays in some layer, in the one form that they have."""
+        (form,) = {kept.form for kept in self.layers.values()} or {DENSE}
+        modules = (kept.modules for kept in self.layers.values())
+        return KeptLinears(form, frozenset().union(*modules))
 
 
 def holder_of(name: str) -> str | None:
-    """layers.3.attn.wkv.weight -> attn.inputs; None for what never stays in FP8."""
+    """layers.3.attn.wkv.weight -> attn.inputs; None for what never stays as it is stored."""
     return HOLDERS.get(name.split(".", 2)[-1]) if name.startswith("layers.") else None
 
 
 def modules_of(component: str) -> frozenset[str]:
-    """Those that may stay in FP8, of a component as `components` names it."""
+    """Those that may stay as they are stored, of a component as `components` names it."""
     return frozenset(
         holder for name, holder in HOLDERS.items() if component_of(f"layers.0.{name}") == component
     )
+
+
+def stays(kept: KeptLinears, component: str, held: str) -> bool:
+    """Whether a layer that keeps these holds the weights of a component in memory as they are
+    stored. held: their format, as told to users."""
+    formats = {form.value for form in FORMATS.get(kept.form, ())}
+    return held in formats and not kept.modules.isdisjoint(modules_of(component))
+
+
+def bytes_of(form: str, values: int, rows: int) -> int:
+    """In memory, of weights with so many values and rows, whose blocks are whole."""
+    if form == EIGHT_BITS:
+        return values + values // FP8_BLOCK**2 * torch.float32.itemsize
+    return four_bit_bytes(values, NVFP4_GROUP, rows // fp4.ROWS)
 
 
 def decide(
@@ -63,40 +95,40 @@ def decide(
     chosen: str,
     ranks: int,
 ) -> LinearStorage:
-    """What one of `ranks` ranks keeps in FP8.
+    """What one of `ranks` ranks keeps as it is stored.
 
     slots: `tensor_table.expected_tensors`. formats: of weights, by the vendor's names; what is not
-    named is dense. chosen: value of the component linears. Raises SettingsError where "fp8" is
-    chosen and nothing can stay so.
+    named is dense. chosen: value of the component linears. Raises SettingsError where "fp8" or
+    "fp4" is chosen and nothing can stay so.
     """
-    if chosen != EIGHT_BITS:
+    if chosen == DENSE:
         return LinearStorage()
     names: defaultdict[tuple[int, str], list[str]] = defaultdict(list)
     for name in slots:
         layer, holder = layer_of(name), holder_of(name)
         if layer is not None and holder is not None:
             names[layer, holder].append(name)
+
+    def fits(name: str, alone: bool) -> bool:
+        if formats.get(name) not in FORMATS[chosen]:
+            return False
+        if chosen == FOUR_BITS:
+            return _has_whole_tiles(config, slots[name], ranks)
+        return _has_whole_blocks(config, slots[name], ranks, alone=alone)
+
     kept = {
         key: stacked
         for key, stacked in names.items()
-        if all(
-            formats.get(name) is TensorFormat.FP8
-            and _has_whole_blocks(config, slots[name], ranks, alone=len(stacked) == 1)
-            for name in stacked
-        )
+        if all(fits(name, len(stacked) == 1) for name in stacked)
     }
     if not kept:
-        raise SettingsError(
-            f"{VARIABLE}: linears={EIGHT_BITS} keeps attention and the shared expert in FP8, and"
-            f" nothing can stay so: the checkpoint holds none of them in FP8, or a rank of {ranks}"
-            f" has no whole blocks of {FP8_BLOCK}. Leave it at bf16."
-        )
-    fp8: defaultdict[int, set[str]] = defaultdict(set)
+        raise SettingsError(_refusal(chosen, ranks))
+    modules: defaultdict[int, set[str]] = defaultdict(set)
     for layer, holder in kept:
-        fp8[layer].add(holder)
+        modules[layer].add(holder)
     return LinearStorage(
-        {layer: frozenset(holders) for layer, holders in fp8.items()},
-        frozenset(name for stacked in kept.values() for name in stacked),
+        {layer: KeptLinears(chosen, frozenset(holders)) for layer, holders in modules.items()},
+        {name: chosen for stacked in kept.values() for name in stacked},
     )
 
 
@@ -112,6 +144,27 @@ def _has_whole_blocks(config: DSV4Config, slot: Slot, ranks: int, *, alone: bool
     elif alone and (ranks == 1 or slot.row.cut is None):
         return True
     return rows % FP8_BLOCK == 0
+
+
+def _has_whole_tiles(config: DSV4Config, slot: Slot, ranks: int) -> bool:
+    """Whether a rank's share of it, of each group, is made of tiles that kernels read together."""
+    share = list(slot.shape)
+    if slot.row.cut is not None:
+        share[slot.row.cut] //= ranks
+    if "wo_a" in slot.row.vendor_name:
+        share[0] = config.o_lora_rank
+    return share[0] % fp4.ROWS == share[1] % fp4.INPUTS == 0
+
+
+def _refusal(chosen: str, ranks: int) -> str:
+    held, whole = "FP8", f"blocks of {FP8_BLOCK}"
+    if chosen == FOUR_BITS:
+        held, whole = "NVFP4", f"tiles of {fp4.ROWS} rows and {fp4.INPUTS} inputs"
+    return (
+        f"{VARIABLE}: linears={chosen} keeps attention and the shared expert in {held}, and"
+        f" nothing can stay so: the checkpoint holds none of them in {held}, or a rank of {ranks}"
+        f" has no whole {whole}. Leave it at {DENSE}."
+    )
 
 
 # ------------------------------------------------------------------------- which formats there are

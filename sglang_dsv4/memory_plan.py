@@ -4,7 +4,7 @@ All sizes are bytes. The server sizes its pools by the same arithmetic (`host.Po
 """
 
 import math
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -12,7 +12,9 @@ import torch
 
 from sglang_dsv4.attention.cache import PAGE, RING, entries_per_page
 from sglang_dsv4.config import DSV4Config, LayerKind
-from sglang_dsv4.dequant import FP8_BLOCK
+from sglang_dsv4.dequant import FP8_BLOCK, NVFP4_GROUP
+from sglang_dsv4.fp4 import ROWS
+from sglang_dsv4.precision import EIGHT_BITS
 from sglang_dsv4.tensor_table import Kept, Slot, layer_of
 
 GIB = 1 << 30
@@ -39,7 +41,7 @@ def memory_dtype(kept: Kept, run: torch.dtype) -> torch.dtype:
 
 
 def four_bit_bytes(values: int, group: int, matrices: int) -> int:
-    """Of `moe.fp4.FP4Matrices`: half a byte a value, a scale for each group of values, and a factor
+    """Of `fp4.FP4Matrices`: half a byte a value, a scale for each group of values, and a factor
     in FP32 for each matrix of the checkpoint."""
     return values // 2 + values // group + matrices * torch.float32.itemsize
 
@@ -50,18 +52,23 @@ def fp8_bytes(rows: int, columns: int) -> int:
     return rows * columns + blocks * torch.float32.itemsize
 
 
+def nvfp4_bytes(rows: int, columns: int) -> int:
+    """Of `fp4.FP4Matrix`, which has a factor for some rows."""
+    return four_bit_bytes(rows * columns, NVFP4_GROUP, rows // ROWS)
+
+
 def weight_bytes(
     slots: Mapping[str, Slot],
     run: torch.dtype,
     ranks: int,
     expert_groups: Mapping[int, int] = MappingProxyType({}),
-    fp8: Set[str] = frozenset(),
+    linears: Mapping[str, str] = MappingProxyType({}),
 ) -> int:
     """Weights of one of `ranks` ranks, which share what the table lets them.
 
     slots: as `tensor_table.expected_tensors` gives them. expert_groups: layer -> values that share
-    a scale, of the layers whose routed experts stay in four bits: see `expert_storage`. fp8: names
-    of slots that stay in FP8: see `linear_storage`.
+    a scale, of the layers whose routed experts stay in four bits: see `expert_storage`. linears:
+    the form of slots that stay as they are stored: `linear_storage.LinearStorage.weights`.
     """
     total = 0
     for name, slot in slots.items():
@@ -71,8 +78,8 @@ def weight_bytes(
         values = math.prod(share)
         layer = None if slot.expert is None else layer_of(name)
         group = None if layer is None else expert_groups.get(layer)
-        if name in fp8:
-            total += fp8_bytes(*share)
+        if name in linears:
+            total += fp8_bytes(*share) if linears[name] == EIGHT_BITS else nvfp4_bytes(*share)
         elif group is None:
             total += values * memory_dtype(slot.row.kept, run).itemsize
         else:

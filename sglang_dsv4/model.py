@@ -1,6 +1,6 @@
 """DeepSeek-V4 without its host: embedding, layers with hyper-connected streams, collapse, norm."""
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from types import MappingProxyType
 
 import torch
@@ -12,6 +12,7 @@ from sglang_dsv4.attention.layer import Attention
 from sglang_dsv4.attention.metadata import Metadata
 from sglang_dsv4.backends import Ops
 from sglang_dsv4.config import DSV4Config
+from sglang_dsv4.linears import ALL_DENSE, KeptLinears
 from sglang_dsv4.moe.layer import MoE
 from sglang_dsv4.parallel import Parallel
 from sglang_dsv4.parameters import Weight, tensor
@@ -29,9 +30,9 @@ class DecoderLayer(nn.Module):
         ops: Ops,
         parallel: Parallel,
         expert_group: int | None = None,
-        fp8: Set[str] = frozenset(),
+        kept: KeptLinears = ALL_DENSE,
     ) -> None:
-        """expert_group: see `moe.layer.MoE`; fp8: see Model."""
+        """expert_group: see `moe.layer.MoE`; kept: of its other matrices."""
         super().__init__()
         self.ops = ops
         self.eps = config.rms_norm_eps
@@ -41,9 +42,9 @@ class DecoderLayer(nn.Module):
             "hc_eps": config.hc_eps,
         }
         self.attn_norm = Weight(config.hidden_size)
-        self.attn = Attention(config, layer_id, chosen, ops, parallel, fp8)
+        self.attn = Attention(config, layer_id, chosen, ops, parallel, kept)
         self.ffn_norm = Weight(config.hidden_size)
-        self.ffn = MoE(config, layer_id, ops, parallel, expert_group, fp8)
+        self.ffn = MoE(config, layer_id, ops, parallel, expert_group, kept)
         mixes, width = (2 + config.hc_mult) * config.hc_mult, config.hc_mult * config.hidden_size
         for site in ("attn", "ffn"):
             setattr(self, f"hc_{site}_fn", tensor(mixes, width, dtype=torch.float32))
@@ -77,16 +78,19 @@ class Model(nn.Module):
         ops: Ops,
         parallel: Parallel,
         expert_groups: Mapping[int, int] = MappingProxyType({}),
-        fp8: Mapping[int, Set[str]] = MappingProxyType({}),
+        linears: Mapping[int, KeptLinears] = MappingProxyType({}),
     ) -> None:
         """expert_groups: of `expert_storage`: the layers whose routed experts lie in four bits.
-        fp8: of `linear_storage`: layer -> its matrices that lie in FP8 ("attn.wq_b")."""
+        linears: of `linear_storage`: layer -> its other matrices that lie as they are stored."""
         super().__init__()
         self.ops, self.parallel = ops, parallel
         self.eps, self.hc_eps, self.hc_mult = config.rms_norm_eps, config.hc_eps, config.hc_mult
         self.embed = Weight(config.vocab_size // parallel.size, config.hidden_size)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, i, chosen, ops, parallel, expert_groups.get(i), fp8.get(i, set()))
+            DecoderLayer(
+                *(config, i, chosen, ops, parallel),
+                *(expert_groups.get(i), linears.get(i, ALL_DENSE)),
+            )
             for i in range(config.num_hidden_layers)
         )
         self.norm = Weight(config.hidden_size)

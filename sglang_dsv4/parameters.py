@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -62,6 +63,47 @@ class Stack(nn.Module):
         """Name, seen as in `rows` -> view [rows, columns]."""
         parts = self.weight.data.split(list(self.rows.values()))
         return dict(zip(self.rows, parts, strict=True))
+
+
+class KeptMatrix:
+    """Of a module that multiplies by a matrix [N, K] as its checkpoint holds it, in fewer bits than
+    the model's dtype has: what its rows are called. It may be several matrices, as in a Stack.
+
+    heights: as `Stack.rows`; empty for one matrix alone. suffix: what the name of that one's
+    parameter would have behind the module's own if it were dense.
+    """
+
+    heights: Mapping[str, int]
+    suffix: str
+
+    @staticmethod
+    def count(rows: int | Mapping[str, int]) -> int:
+        """Of all matrices together."""
+        return rows if isinstance(rows, int) else sum(rows.values())
+
+    def name_rows(self, rows: int | Mapping[str, int], suffix: str) -> None:
+        self.heights, self.suffix = {} if isinstance(rows, int) else dict(rows), suffix
+
+    def all_rows(self) -> Any:
+        """As the format has them, with a method rows(first, count)."""
+        raise NotImplementedError
+
+    def parts(self, product: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """[T, all rows] -> a view [T, rows] for each matrix."""
+        return product.split(list(self.heights.values()), dim=1)
+
+    def matrices(self, path: str) -> dict[str, Any]:
+        """The rows of each matrix, by the name of the parameter that it would be if it were dense.
+
+        path: the module's own name.
+        """
+        if not self.heights:
+            return {path + self.suffix: self.all_rows()}
+        holder, whole, found, first = path[: path.rfind(".") + 1], self.all_rows(), {}, 0
+        for name, count in self.heights.items():
+            found[holder + name] = whole.rows(first, count)
+            first += count
+        return found
 
 
 def tensor(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:

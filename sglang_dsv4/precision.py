@@ -33,7 +33,7 @@ class Component:
 FLOOR, FLIPPED = "bf16", "nvfp4"
 _WEIGHTS = (FLOOR, FLIPPED)
 AUTO, FOUR_BITS, DENSE = "auto", "fp4", "bf16"  # of the routed experts
-EIGHT_BITS = "fp8"  # of the linears
+EIGHT_BITS = "fp8"  # of the linears, beside FOUR_BITS and DENSE
 
 COMPONENTS = {
     "indexer_qk": Component(
@@ -47,10 +47,10 @@ COMPONENTS = {
         " dequantised to BF16 at load; auto is four bits on a GPU, BF16 on a CPU",
     ),
     "linears": Component(
-        (DENSE, EIGHT_BITS),
+        (DENSE, EIGHT_BITS, FOUR_BITS),
         "projections of attention, index queries and the shared expert that a checkpoint holds in"
-        " FP8: dequantised to BF16 at load, or in these eight bits in memory too, where kernels"
-        " multiply them by tokens in BF16",
+        " FP8 or NVFP4: dequantised to BF16 at load, or those in FP8 (fp8) or in NVFP4 (fp4) in"
+        " these bits in memory too, where kernels multiply them by tokens in BF16",
     ),
     "lm_head": Component(
         _WEIGHTS, "weights; products are summed in FP32, logits are FP32", r"head"

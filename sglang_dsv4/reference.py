@@ -8,7 +8,8 @@ call can be captured in a CUDA graph. Any number of tokens is valid, also none.
 import torch
 from torch.nn import functional
 
-from sglang_dsv4 import dequant
+from sglang_dsv4 import dequant, fp4
+from sglang_dsv4.fp4 import FP4Matrices
 
 
 def linear_fp32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -39,9 +40,28 @@ def linear_fp8(
            multiple of 128 where there are several.
     Returns [T, N], summed in fp32 and rounded once. Source: spec 4.2.
     """
-    rows = dequant.fp8(weight, scales).unflatten(0, (groups, -1))
-    each = x.float().unflatten(1, (groups, -1))
-    return torch.einsum("tgi,goi->tgo", each, rows).flatten(1).to(dtype)
+    return _grouped(x, dequant.fp8(weight, scales), groups).to(dtype)
+
+
+def linear_fp4(
+    x: torch.Tensor, weight: FP4Matrices, *, dtype: torch.dtype, groups: int = 1
+) -> torch.Tensor:
+    """A linear layer whose weight is in NVFP4: one matrix of four-bit values.
+
+    x      [T, groups * K] float: rounded to BF16 first, by kernels.
+    weight E is 1, of [N, K]: the rows of the result's columns.
+    dtype  of the result.
+    groups of rows, equally many; each multiplies K columns of x of its own.
+    Returns [T, N], summed in fp32 and rounded once.
+    """
+    rows = fp4.values(weight.codes, weight.scales, weight.factors, weight.group)[0]
+    return _grouped(x, rows, groups).to(dtype)
+
+
+def _grouped(x: torch.Tensor, weight: torch.Tensor, groups: int) -> torch.Tensor:
+    """x [T, groups * K], weight [N, K] fp32 -> [T, N] fp32, each group of rows with its columns."""
+    each, rows = x.float().unflatten(1, (groups, -1)), weight.unflatten(0, (groups, -1))
+    return torch.einsum("tgi,goi->tgo", each, rows).flatten(1)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, *, eps: float) -> torch.Tensor:

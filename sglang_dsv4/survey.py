@@ -77,10 +77,12 @@ class Draft:
 
 @dataclass
 class Holding:
-    """Weights of one component of a layer, in one format. bytes: in the files, with scales."""
+    """Weights of one component of a layer, in one format. rows: of all of them; bytes: in the
+    files, with scales."""
 
     weights: int = 0
     values: int = 0
+    rows: int = 0
     bytes: int = 0
 
 
@@ -221,6 +223,7 @@ class Survey:
         holding = self.holdings.setdefault(key, Holding())
         holding.weights += len(supplied)
         holding.values += values
+        holding.rows += sum(slot.shape[0] for slot in slots)
         holding.bytes += size
         for known, slot in zip(supplied, slots, strict=True):
             self.formats[known] = stored.format

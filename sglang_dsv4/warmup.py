@@ -29,8 +29,9 @@ from sglang_dsv4.attention.cache import PAGE, allocate
 from sglang_dsv4.attention.metadata import Batch
 from sglang_dsv4.backends import PROVIDERS, Machine, Ops
 from sglang_dsv4.config import DSV4Config
+from sglang_dsv4.fp4 import FP4Matrices
+from sglang_dsv4.linears import ALL_DENSE, KeptLinears
 from sglang_dsv4.model import Model
-from sglang_dsv4.moe.fp4 import FP4Matrices
 from sglang_dsv4.parallel import Parallel
 from sglang_dsv4.parameters import default_dtype
 from sglang_dsv4.precision import Precision
@@ -51,8 +52,8 @@ class Target:
     """What is warmed up for: a model as it will be served on this machine.
 
     context: tokens that a request may have; dtype: that the model runs in. expert_groups: layer ->
-    values that share a scale, of the layers whose routed experts stay in four bits. fp8: modules
-    whose matrices stay in FP8 in some layer; all others launch no kernel of ours.
+    values that share a scale, of the layers whose routed experts stay in four bits. linears: what
+    else stays as it is stored in some layer; all other matrices launch no kernel of ours.
     """
 
     config: DSV4Config
@@ -62,7 +63,7 @@ class Target:
     context: int
     dtype: torch.dtype
     expert_groups: Mapping[int, int] = field(default_factory=dict)
-    fp8: frozenset[str] = frozenset()
+    linears: KeptLinears = ALL_DENSE
 
     @property
     def storages(self) -> list[int | None]:
@@ -76,16 +77,20 @@ class Target:
         shown = (
             *(sources(), *versions(), machine.name, machine.capability, self.parallel.size),
             *(self.context, str(self.dtype), sorted(self.ops.providers.items()), self.precision),
-            *(repr(one_of_each(self.config)), self.storages, sorted(self.fp8)),
+            *(repr(one_of_each(self.config)), self.storages),
+            *(self.linears.form, sorted(self.linears.modules)),
         )
         return hashlib.sha256(repr(shown).encode()).hexdigest()[:16]
 
 
 def sources() -> str:
-    """A hash of all modules that hold kernels."""
+    """A hash of all modules that hold kernels, also of those that other kernels share."""
     names = sorted({one.module for known in PROVIDERS.values() for one in known})
-    paths = (importlib.util.find_spec(name) for name in names)
-    content = b"".join(Path(spec.origin).read_bytes() for spec in paths if spec and spec.origin)
+    specs = (importlib.util.find_spec(name) for name in names)
+    folders = {Path(spec.origin).parent for spec in specs if spec and spec.origin}
+    paths = (path for folder in sorted(folders) for path in sorted(folder.glob("*.py")))
+    kinds = ("kernels_", "reference")
+    content = b"".join(path.read_bytes() for path in paths if path.name.startswith(kinds))
     return hashlib.sha256(content).hexdigest()[:16]
 
 
@@ -171,9 +176,9 @@ def _model(target: Target, config: DSV4Config, storages: Sequence[int | None]) -
     """Layers hold their experts in each of the ways in turn, and count as packed."""
     in_turns = zip(range(config.num_hidden_layers), cycle(storages), strict=False)
     groups = {layer: group for layer, group in in_turns if group is not None}
-    fp8 = dict.fromkeys(range(config.num_hidden_layers), target.fp8)
+    linears = dict.fromkeys(range(config.num_hidden_layers), target.linears)
     alone = Parallel(target.parallel.rank, target.parallel.size)  # no other rank is waited for
-    model = Model(config, target.precision, target.ops, alone, groups, fp8)
+    model = Model(config, target.precision, target.ops, alone, groups, linears)
     for part in model.modules():
         if isinstance(part, FP4Matrices):
             part.packed = True  # what `pack` reads has no values here

@@ -3,7 +3,7 @@
 Which tensors there are, how they may be called and where they go stands in `tensor_table`, how a
 weight may be stored in `formats`. Each must come exactly once, and each that comes must be used or
 be skipped by name: `ledger` keeps the account. Quantised weights become dense while they load, but
-for routed experts in four bits and matrices in FP8 that the model holds so.
+for routed experts in four bits and linear weights in FP8 or NVFP4 that the model holds so.
 """
 
 import logging
@@ -36,10 +36,11 @@ from sglang_dsv4.formats import (
     TensorFormat,
     chunk_of,
 )
-from sglang_dsv4.fp8 import FP8Matrix, FP8Rows, named_rows
+from sglang_dsv4.fp4 import FP4Matrices, FP4Matrix, FP4Rows
+from sglang_dsv4.fp8 import FP8Rows
 from sglang_dsv4.ledger import Delivery, Ledger, counted, is_matrix
-from sglang_dsv4.moe.fp4 import FP4Matrices
-from sglang_dsv4.parameters import named_weights
+from sglang_dsv4.linears import named_rows
+from sglang_dsv4.parameters import KeptMatrix, named_weights
 from sglang_dsv4.precision import DENSE, VARIABLE, Precision
 from sglang_dsv4.survey import Survey
 from sglang_dsv4.tensor_table import Kept, Slot, layer_of
@@ -155,11 +156,12 @@ def load(
     """Copies each tensor of a stream into `model`, without holding on to it.
 
     A quantised weight is dequantised when the last of its scales has come, or copied as it is to
-    FP4Matrices or FP8Rows, so what is held at a time is the weights that wait. Of what ranks divide
+    what keeps it, so what is held at a time is the weights that wait. Of what ranks divide
     only this rank's blocks are read.
 
     model: parameters (and integer buffers) as `tensor_table` says, this rank's share of each; in
-    the place of experts' parameters FP4Matrices, not packed any more.
+    the place of experts' parameters FP4Matrices, not packed any more, of others what
+    `linears.Linears` makes.
     tensors: (name in any spelling, full tensor), in any order; `check` has seen their headers.
     rank, size: this process among those that share the model.
     total_bytes: of the stream, for a progress bar on a terminal; None shows none.
@@ -188,7 +190,7 @@ def load(
     return LoadReport(ledger.used, place.converted, ledger.skipped, census.lines(), low)
 
 
-Target = Tensor | FP4Matrices | FP8Rows
+Target = Tensor | FP4Matrices | FP4Rows | FP8Rows
 
 
 class _Placing:
@@ -214,7 +216,7 @@ class _Placing:
         if stored.format in LAYOUTS:
             check_global_scales(stored)
         target = self.targets[slots[0].parameter]  # a stack's weights all lie there
-        if isinstance(target, FP4Matrices):
+        if isinstance(target, FP4Matrices | FP4Rows):
             run = self._keep(target, stored, slots)
         elif isinstance(target, FP8Rows):
             run = self._keep_fp8(target, stored, slots[0])
@@ -246,10 +248,16 @@ class _Placing:
         already = f"{run} at load, not flipped: quantised already"
         return already if quantised else "NVFP4 values (flipped)"
 
-    def _keep(self, target: FP4Matrices, stored: Stored, slots: Sequence[Slot]) -> str | None:
-        """Copy codes, scales and factors as they are; None if they are not what the model holds."""
+    def _keep(
+        self, target: FP4Matrices | FP4Rows, stored: Stored, slots: Sequence[Slot]
+    ) -> str | None:
+        """Copy codes, scales and factors as they are; None if they are not what the model holds.
+
+        target: all experts of a layer, or one matrix.
+        """
         if FOUR_BITS.get(stored.format) != target.group:
-            self.ledger.note(OTHER_EXPERTS, f"{stored.name}: {stored.held()}")
+            other = OTHER_EXPERTS if isinstance(target, FP4Matrices) else OTHER_LINEARS
+            self.ledger.note(other, f"{stored.name}: {stored.held()}")
             return None
         for number, slot in enumerate(slots):
             rows, columns = _ranges(slot, self.rank, self.size)
@@ -260,9 +268,11 @@ class _Placing:
                 stored.fill(values, rows, columns, **place)
                 check_values(stored, slot, values, number, self.ledger.config)
                 check_factor(stored, factor)
-            slot_view(target.codes, slot).copy_(codes)
-            slot_view(target.scales, slot).copy_(scales)
-            target.factors[slot.expert, slot.row.part].copy_(factor)
+            whole = target if isinstance(target, FP4Rows) else target.matrix(slot.expert or 0)
+            region = whole.part(slot.row.part, slot.row.parts)
+            region.codes.copy_(codes)
+            region.scales.copy_(scales)
+            region.factors.copy_(factor)
         return f"{stored.held()}, kept"
 
     def _keep_fp8(self, target: FP8Rows, stored: Stored, slot: Slot) -> str | None:
@@ -318,11 +328,14 @@ def _targets(model: nn.Module, ledger: Ledger, size: int) -> dict[str, Target]:
         experts = () if slot.expert is None else (ledger.config.n_routed_experts,)
         shapes[slot.parameter] = (*experts, *shape)
         kept[slot.parameter] = slot.row.kept
-    stacks = {name: one for name, one in model.named_modules() if isinstance(one, FP4Matrices)}
-    for matrices in stacks.values():
-        matrices.packed = False
-    kinds = (FP4Matrices, FP8Matrix)
+    kinds = (FP4Matrices, KeptMatrix)
     held = {name: one for name, one in model.named_modules() if isinstance(one, kinds)}
+    stacks: dict[str, Target] = {}
+    for name, one in held.items():
+        if isinstance(one, FP4Matrices):
+            one.packed = False
+            if not isinstance(one, FP4Matrix):
+                stacks[name] = one
     parts = {f"{name}.{part}" for name, one in held.items() for part, _ in one.named_parameters()}
     found: dict[str, Target] = {**stacks, **named_rows(model)}
     found |= {name: one for name, one in named_weights(model).items() if name not in parts}

@@ -32,17 +32,17 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     (
         *("precision", "tensor_table", "formats", "quantise", "graph_safety_calls"),
-        *("attention.cache", "attention.metadata", "moe.fp4", "fp8", "reference"),
+        *("attention.cache", "attention.metadata", "fp4", "fp8"),
         "kernels_triton_linear",
         *("ablation_oracle", "ablation_summary", "ablation_texts"),
     ),
-    ("ablation_report",),
+    ("ablation_report", "reference", "kernels_triton_fp4"),
     ("memory_plan",),
     (
         *("host", "backends", "census", "ledger", "tiny_formats", "nano_demo_server"),
         *("graph_safety_static", "damaged_values"),
     ),
-    ("format_claims", "tiny_weights", "convert_plan"),
+    ("format_claims", "tiny_weights", "convert_plan", "linears", "kernels_triton_linear_fp4"),
     ("survey", "expert_storage"),
     ("linear_storage",),
     (
@@ -186,11 +186,11 @@ def imports_point_down(root: Path) -> list[str]:
 def why_not(module: Module, name: str) -> str | None:
     """What speaks against this import, or None."""
     if is_provider(name):
-        # Kernels for some shapes leave the others to kernels of their own package.
-        beside = all(
-            one.startswith(f"{name.rpartition('.')[0]}.kernels_") for one in (module.name, name)
-        )
-        known = module.short == "backends" or beside
+        # Kernels leave some shapes to others of their own package, and share what the package
+        # around theirs has.
+        kernels = all(".kernels_" in one for one in (module.name, name))
+        shared = kernels and module.name.startswith(name.rpartition(".")[0] + ".")
+        known = module.short == "backends" or shared
         return None if known else "only backends.py knows providers"
     if name == "sglang_dsv4":  # the version
         return None

@@ -10,7 +10,7 @@ from safetensors import safe_open
 from sglang_dsv4 import expert_storage, linear_storage, precision, weights
 from sglang_dsv4.attention.cache import PAGE, RING, LayerCache, allocate
 from sglang_dsv4.attention.metadata import Batch, Metadata
-from sglang_dsv4.backends import Machine, choose, pack_experts
+from sglang_dsv4.backends import Machine, choose, pack_weights
 from sglang_dsv4.config import DSV4Config
 from sglang_dsv4.graph_safety_step import SmallLM, to_device
 from sglang_dsv4.parallel import Parallel
@@ -159,11 +159,11 @@ class Runner(Host):
         )
         with default_dtype(dtype):
             self.lm = SmallLM(
-                self.config, ops, chosen, parallel, self.storage.groups, self.linears.fp8
+                self.config, ops, chosen, parallel, self.storage.groups, self.linears.layers
             )
         self.report = weights.load(self.lm, _tensors(folder), self.config, rank=rank, size=size)
         self.lm.to(device)
-        pack_experts(ops, self.lm)
+        pack_weights(ops, self.lm)
         self.caches: tuple[LayerCache, ...] = allocate(
             self.config,
             pages=pages,

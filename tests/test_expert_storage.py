@@ -23,9 +23,9 @@ from sglang_dsv4.expert_storage import (
     from_headers,
 )
 from sglang_dsv4.formats import FOUR_BITS, TensorFormat
+from sglang_dsv4.fp4 import FP4Matrices
 from sglang_dsv4.graph_safety_step import SmallLM
 from sglang_dsv4.moe import reference
-from sglang_dsv4.moe.fp4 import FP4Matrices
 from sglang_dsv4.parallel import Parallel
 from sglang_dsv4.precision import Precision
 from sglang_dsv4.settings import SettingsError
@@ -369,11 +369,11 @@ def test_every_stack_is_packed_by_the_provider(monkeypatch: pytest.MonkeyPatch) 
     packed: list[FP4Matrices] = []
     module = SimpleNamespace(pack=packed.append)
     monkeypatch.setattr(backends, "importlib", SimpleNamespace(import_module=lambda name: module))
-    backends.pack_experts(CPU_OPS, lm)
+    backends.pack_weights(CPU_OPS, lm)
     experts = experts_of(lm)
     assert packed == [experts.w13, experts.w2]
     del module.pack
-    backends.pack_experts(CPU_OPS, lm)  # the reference reads codes as they are
+    backends.pack_weights(CPU_OPS, lm)  # the reference reads codes as they are
 
 
 def test_four_bits_are_those_of_two_codes_in_a_byte() -> None:

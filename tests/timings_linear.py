@@ -12,7 +12,7 @@ from kernel_checks import SHARED_MEMORY, CompileCase
 from kernel_timings import Call
 from sglang_dsv4 import kernels_triton_linear as kernels
 from sglang_dsv4.dequant import NVFP4_GROUP
-from sglang_dsv4.moe.fp4 import FP4Matrices
+from sglang_dsv4.fp4 import FP4Matrices
 from sglang_dsv4.moe.kernels_triton_experts import _find_blocks
 from sglang_dsv4.moe.kernels_triton_fp4 import _FP4
 from timings_moe import launched
@@ -76,7 +76,7 @@ def _ways(
     def cublas() -> Call:
         x, weight = _inputs(tokens, width, depth, groups)
         dense = weight.to(BF16)
-        return lambda: kernels._dense_product(x, dense, BF16, groups)
+        return lambda: kernels.dense_product(x, dense, BF16, groups)
 
     def fp8(product: Callable[..., Any]) -> Callable[[], Call]:
         def setup() -> Call:
@@ -89,7 +89,7 @@ def _ways(
         return kernels._tiled_product(x, weight.view(torch.uint8), scales, BF16, groups)
 
     def dequantised(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        return kernels._dense_product(x, kernels.dequantised(weight, scales), BF16, groups)
+        return kernels.dense_product(x, kernels.dequantised(weight, scales), BF16, groups)
 
     yield "(bf16 by cublas)", cublas, 2
     if tokens <= 512:

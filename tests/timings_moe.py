@@ -14,9 +14,9 @@ from kernel_checks import SHARED_MEMORY, CompileCase
 from kernel_timings import Call, providers
 from sglang_dsv4 import kernels_triton
 from sglang_dsv4.dequant import MXFP4_GROUP, NVFP4_GROUP
+from sglang_dsv4.fp4 import FP4Matrices
 from sglang_dsv4.moe import kernels_triton as moe_kernels
 from sglang_dsv4.moe import kernels_triton_experts, kernels_triton_fp4
-from sglang_dsv4.moe.fp4 import FP4Matrices
 
 BF16 = torch.bfloat16
 STREAMS, ROWS = 4, 24

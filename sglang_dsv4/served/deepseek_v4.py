@@ -16,13 +16,13 @@ from sglang_dsv4 import (
     warmup,
     weights,
 )
-from sglang_dsv4.backends import Machine, choose, pack_experts
+from sglang_dsv4.backends import Machine, choose, pack_weights
 from sglang_dsv4.config import DSV4Config
 from sglang_dsv4.expert_storage import ExpertStorage
 from sglang_dsv4.linear_storage import LinearStorage
 from sglang_dsv4.model import Model
 from sglang_dsv4.parameters import Weight
-from sglang_dsv4.precision import EIGHT_BITS
+from sglang_dsv4.precision import DENSE
 from sglang_dsv4.settings import Settings
 from sglang_dsv4.tensor_table import expected_tensors
 
@@ -49,9 +49,11 @@ class DeepseekV4ForCausalLM(nn.Module):
         storage = self._expert_storage(host.raw_config(config))
         for note in storage.notes if self.parallel.rank == 0 else ():
             logger.warning("sglang-dsv4: %s", note)
-        fp8 = self._linear_storage(host.raw_config(config)).fp8
-        self.kept, self.compiled = (storage.groups, fp8), False
-        self.model = Model(self.config, chosen, self.ops, self.parallel, *self.kept)
+        linears = self._linear_storage(host.raw_config(config))
+        self.kept, self.compiled = (storage.groups, linears.anywhere), False
+        self.model = Model(
+            self.config, chosen, self.ops, self.parallel, storage.groups, linears.layers
+        )
         self.head = Weight(self.config.vocab_size // self.parallel.size, self.config.hidden_size)
         self.logits_processor = host.logits_processor(config)
 
@@ -70,8 +72,8 @@ class DeepseekV4ForCausalLM(nn.Module):
         )
 
     def _linear_storage(self, raw: dict[str, Any]) -> LinearStorage:
-        """Which other matrices stay in FP8, by the same."""
-        if self.chosen.linears != EIGHT_BITS:
+        """Which other matrices stay as they are stored, by the same."""
+        if self.chosen.linears == DENSE:
             return LinearStorage()
         slots = expected_tensors(self.config)
         if host.has_headers():
@@ -99,14 +101,14 @@ class DeepseekV4ForCausalLM(nn.Module):
         report = weights.load(
             self, stream, self.config, rank=rank, size=size, total_bytes=total, chosen=self.chosen
         )
-        pack_experts(self.ops, self.model)
+        pack_weights(self.ops, self.model)
         logger.info("sglang-dsv4 weights: %s", report)
         self._compile_kernels()
 
     def post_load_weights(self) -> None:
         """Called by the host where it did not call `load_weights`."""
         if host.loads_dummies():
-            pack_experts(self.ops, self.model)
+            pack_weights(self.ops, self.model)
             self._compile_kernels()
 
     def _compile_kernels(self) -> None:
@@ -123,7 +125,7 @@ class DeepseekV4ForCausalLM(nn.Module):
                 why,
             )
             return
-        groups, fp8 = self.kept
+        groups, linears = self.kept
         target = warmup.Target(
             config=self.config,
             ops=self.ops,
@@ -132,7 +134,7 @@ class DeepseekV4ForCausalLM(nn.Module):
             context=host.context_length() or self.config.max_position_embeddings,
             dtype=self.head.weight.dtype,
             expert_groups=groups,
-            fp8=frozenset().union(*fp8.values()),
+            linears=linears,
         )
         try:
             done = warmup.compile_ahead(target, host.just_in_time())

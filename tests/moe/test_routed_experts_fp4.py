@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import assembly
 from op_checks import MACHINE, implementations, randn, thorough
 from sglang_dsv4 import backends, dequant
+from sglang_dsv4.fp4 import FP4Matrices
 from sglang_dsv4.moe import kernels_marlin, kernels_triton_fp4, reference
-from sglang_dsv4.moe.fp4 import FP4Matrices
 from tolerance import assert_close
 
 LIMIT = 1.0  # low enough that the clamp bites
@@ -234,9 +234,9 @@ def test_what_is_packed_is_left_alone():
     """A server may be told that weights were loaded although none were."""
     ops = SimpleNamespace(routed_experts_fp4=kernels_triton_fp4.routed_experts_fp4)
     model = torch.nn.ModuleList([matrices(2, 32, 64, group=NVFP4, parts=2)])
-    backends.pack_experts(ops, model)
+    backends.pack_weights(ops, model)
     codes = model[0].codes.clone()
-    backends.pack_experts(ops, model)
+    backends.pack_weights(ops, model)
     assert model[0].packed and torch.equal(model[0].codes, codes)
 
 

@@ -1,0 +1,78 @@
+"""The linear layers of attention and of the shared expert, however their matrices lie in memory."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from sglang_dsv4.backends import Ops
+from sglang_dsv4.fp4 import FP4Matrix, FP4Rows
+from sglang_dsv4.fp8 import FP8Matrix, FP8Rows
+from sglang_dsv4.parameters import KeptMatrix, Matrix, Stack
+from sglang_dsv4.precision import DENSE, EIGHT_BITS
+
+KeptRows = FP8Rows | FP4Rows
+
+
+@dataclass(frozen=True)
+class KeptLinears:
+    """Which matrices of a layer lie in memory as their checkpoint holds them, as `linear_storage`
+    decides.
+
+    form: of all of them, a value of the component linears; modules: that hold them, seen from the
+    layer ("attn.wq_b"). All others are in the model's dtype.
+    """
+
+    form: str = DENSE
+    modules: frozenset[str] = frozenset()
+
+
+ALL_DENSE = KeptLinears()
+
+
+@dataclass(frozen=True)
+class Linears:
+    """Makes the linear layers of one decoder layer."""
+
+    ops: Ops
+    kept: KeptLinears
+
+    def keeps(self, module: str) -> bool:
+        return module in self.kept.modules
+
+    def matrix(
+        self, module: str, rows: int, columns: int, *, groups: int = 1
+    ) -> Matrix | FP8Matrix | FP4Matrix:
+        """What multiplies [T, groups * K] by a matrix [N, K]."""
+        if self.keeps(module):
+            return self.as_stored(rows, columns, groups=groups)
+        return Matrix(rows, columns, groups=groups)
+
+    def stack(
+        self, module: str, columns: int, rows: Mapping[str, int]
+    ) -> Stack | FP8Matrix | FP4Matrix:
+        """The same for matrices that multiply the same input."""
+        return self.as_stored(rows, columns) if self.keeps(module) else Stack(columns, rows)
+
+    def as_stored(
+        self,
+        rows: int | Mapping[str, int],
+        columns: int,
+        *,
+        groups: int = 1,
+        suffix: str = ".weight",
+    ) -> FP8Matrix | FP4Matrix:
+        """As the checkpoint holds it; see `FP8Matrix`."""
+        if self.kept.form == EIGHT_BITS:
+            return FP8Matrix(rows, columns, self.ops.linear_fp8, groups=groups, suffix=suffix)
+        return FP4Matrix(rows, columns, self.ops.linear_fp4, groups=groups, suffix=suffix)
+
+
+def named_rows(model: nn.Module) -> dict[str, KeptRows]:
+    """What `Linears` made as it is stored, by the names of the parameters that the matrices would
+    be if they were dense."""
+    found: dict[str, KeptRows] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, KeptMatrix):
+            found |= module.matrices(path)
+    return found
