@@ -20,6 +20,7 @@ from sglang_dsv4.config import DSV4Config
 from sglang_dsv4.dequant import FP8_BLOCK
 from sglang_dsv4.formats import TensorFormat
 from sglang_dsv4.graph_safety_step import DecodeStep, SmallLM
+from sglang_dsv4.linears import holder_of
 from sglang_dsv4.parallel import Parallel
 from sglang_dsv4.parameters import default_dtype
 from sglang_dsv4.precision import Precision
@@ -139,7 +140,7 @@ def _model(
     groups = {} if group is None else dict.fromkeys(range(config.num_hidden_layers), group)
     slots = expected_tensors(config)
     form = linear_storage.FORMATS.get(precision.linears, (TensorFormat.DENSE,))[0]
-    formats = dict.fromkeys(filter(linear_storage.holder_of, slots), form)
+    formats = dict.fromkeys(filter(holder_of, slots), form)
     linears = linear_storage.decide(config, slots, formats, chosen=precision.linears, ranks=1)
     with default_dtype(DTYPE), torch.device(device):
         lm = SmallLM(config, ops, precision, Parallel(), groups, linears.layers)

@@ -17,7 +17,7 @@ from sglang_dsv4.components import EXPERTS, component_of
 from sglang_dsv4.config import DSV4Config
 from sglang_dsv4.dequant import MXFP4_GROUP, NVFP4_GROUP
 from sglang_dsv4.linear_storage import LinearStorage
-from sglang_dsv4.linears import KeptLinears
+from sglang_dsv4.linears import KeptLinears, holder_of
 from sglang_dsv4.model import Model
 from sglang_dsv4.parallel import Parallel
 from sglang_dsv4.parameters import Weight, default_dtype
@@ -86,7 +86,7 @@ def _linears(config: DSV4Config) -> LinearStorage:
     layers: dict[int, KeptLinears] = {}
     weights: dict[str, str] = {}
     for turn, form in enumerate(ENCODED):
-        names = filter(linear_storage.holder_of, slots)
+        names = filter(holder_of, slots)
         own = [name for name in names if (layer_of(name) or 0) % len(ENCODED) == turn]
         formats = dict.fromkeys(own, linear_storage.FORMATS[form][0])
         if own:

@@ -187,26 +187,31 @@ class Inspection:
     def holdings(self) -> list[Held]:
         """What there is of each component, in the model's order and by format."""
         sums: defaultdict[tuple[str, str, Kept, str], Counter[str]] = defaultdict(Counter)
+        layers: defaultdict[tuple[str, str, Kept, str], set[int]] = defaultdict(set)
         ranks = self.deployment.tensor_parallel
         groups, linears = self._storage(ranks).groups, self._linears(ranks).layers
         holdings = self.survey.holdings if self.survey else {}
-        for (component, held, kept, layer), found in holdings.items():
+        for (component, held, kept, layer, holder), found in holdings.items():
             dtype = memory_dtype(kept, self.deployment.run)
             run, memory = DTYPE_NAMES[dtype], found.values * dtype.itemsize
             group = None if layer is None or component != EXPERTS else groups.get(layer)
             if group is not None:
                 run, memory = held, four_bit_bytes(found.values, group, found.weights)
             linear = ALL_DENSE if layer is None else linears.get(layer, ALL_DENSE)
-            if linear_storage.stays(linear, component, held):
+            if linear_storage.stays(linear, holder, held):
                 run, memory = held, linear_storage.bytes_of(linear.form, found.values, found.rows)
-            sums[component, held, kept, run].update(
+            key = component, held, kept, run
+            layers[key].update(() if layer is None else (layer,))
+            sums[key].update(
                 weights=found.weights,
-                layers=int(layer is not None),
                 values=found.values,
                 bytes=found.bytes,
                 memory=memory,
             )
-        rows = [Held(what, held, run, **sum_) for (what, held, _, run), sum_ in sums.items()]
+        rows = [
+            Held(key[0], key[1], key[3], layers=len(layers[key]), **sum_)
+            for key, sum_ in sums.items()
+        ]
         return sorted(rows, key=lambda row: (NAMES.index(row.component), row.held, row.run))
 
     @property

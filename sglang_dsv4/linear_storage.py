@@ -14,12 +14,11 @@ from typing import Any
 import torch
 
 from sglang_dsv4 import format_claims, fp4
-from sglang_dsv4.components import component_of
 from sglang_dsv4.config import DSV4Config
 from sglang_dsv4.dequant import FP8_BLOCK, NVFP4_GROUP
 from sglang_dsv4.expert_storage import stored_formats
 from sglang_dsv4.formats import TensorFormat
-from sglang_dsv4.linears import KeptLinears
+from sglang_dsv4.linears import KeptLinears, holder_of
 from sglang_dsv4.memory_plan import four_bit_bytes
 from sglang_dsv4.precision import DENSE, EIGHT_BITS, FOUR_BITS, VARIABLE
 from sglang_dsv4.settings import SettingsError
@@ -29,19 +28,6 @@ from sglang_dsv4.tensor_table import Slot, layer_of
 FORMATS = {
     EIGHT_BITS: (TensorFormat.FP8,),
     FOUR_BITS: (TensorFormat.NVFP4, TensorFormat.COMPRESSED_TENSORS),
-}
-
-# Vendor's name within a layer -> the module that holds it, within the model's layer.
-HOLDERS = {
-    "attn.wq_a.weight": "attn.inputs",
-    "attn.wkv.weight": "attn.inputs",
-    "attn.wq_b.weight": "attn.wq_b",
-    "attn.wo_a.weight": "attn.wo_a",
-    "attn.wo_b.weight": "attn.wo_b",
-    "attn.indexer.wq_b.weight": "attn.indexer.wq_b",
-    "ffn.shared_experts.w1.weight": "ffn.shared_experts.w13",
-    "ffn.shared_experts.w3.weight": "ffn.shared_experts.w13",
-    "ffn.shared_experts.w2.weight": "ffn.shared_experts.w2",
 }
 
 
@@ -61,23 +47,11 @@ class LinearStorage:
         return KeptLinears(form, frozenset().union(*modules))
 
 
-def holder_of(name: str) -> str | None:
-    """layers.3.attn.wkv.weight -> attn.inputs; None for what never stays as it is stored."""
-    return HOLDERS.get(name.split(".", 2)[-1]) if name.startswith("layers.") else None
-
-
-def modules_of(component: str) -> frozenset[str]:
-    """Those that may stay as they are stored, of a component as `components` names it."""
-    return frozenset(
-        holder for name, holder in HOLDERS.items() if component_of(f"layers.0.{name}") == component
-    )
-
-
-def stays(kept: KeptLinears, component: str, held: str) -> bool:
-    """Whether a layer that keeps these holds the weights of a component in memory as they are
-    stored. held: their format, as told to users."""
+def stays(kept: KeptLinears, holder: str | None, held: str) -> bool:
+    """Whether a layer that keeps these holds the weights of a module in memory as they are stored.
+    held: their format, as told to users."""
     formats = {form.value for form in FORMATS.get(kept.form, ())}
-    return held in formats and not kept.modules.isdisjoint(modules_of(component))
+    return holder in kept.modules and held in formats
 
 
 def bytes_of(form: str, values: int, rows: int) -> int:

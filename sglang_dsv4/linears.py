@@ -11,7 +11,25 @@ from sglang_dsv4.fp8 import FP8Matrix, FP8Rows
 from sglang_dsv4.parameters import KeptMatrix, Matrix, Stack
 from sglang_dsv4.precision import DENSE, EIGHT_BITS
 
+# Vendor's name within a layer -> the module that holds it, within the model's layer.
+HOLDERS = {
+    "attn.wq_a.weight": "attn.inputs",
+    "attn.wkv.weight": "attn.inputs",
+    "attn.wq_b.weight": "attn.wq_b",
+    "attn.wo_a.weight": "attn.wo_a",
+    "attn.wo_b.weight": "attn.wo_b",
+    "attn.indexer.wq_b.weight": "attn.indexer.wq_b",
+    "ffn.shared_experts.w1.weight": "ffn.shared_experts.w13",
+    "ffn.shared_experts.w3.weight": "ffn.shared_experts.w13",
+    "ffn.shared_experts.w2.weight": "ffn.shared_experts.w2",
+}
+
 KeptRows = FP8Rows | FP4Rows
+
+
+def holder_of(name: str) -> str | None:
+    """layers.3.attn.wkv.weight -> attn.inputs; None for what never stays as it is stored."""
+    return HOLDERS.get(name.split(".", 2)[-1]) if name.startswith("layers.") else None
 
 
 @dataclass(frozen=True)

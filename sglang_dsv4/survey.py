@@ -25,6 +25,7 @@ from sglang_dsv4.components import component_of
 from sglang_dsv4.config import DSV4Config
 from sglang_dsv4.formats import Found, Part, TensorFormat, part_of
 from sglang_dsv4.ledger import Delivery, Ledger, is_matrix
+from sglang_dsv4.linears import holder_of
 from sglang_dsv4.tensor_table import Kept, layer_of, skip_reason, vendor_names
 
 
@@ -75,6 +76,9 @@ class Draft:
         return f"{self.kind.value} ({blocks}, {size}); left out: no speculation in this version"
 
 
+HoldingKey = tuple[str, str, Kept, int | None, str | None]
+
+
 @dataclass
 class Holding:
     """Weights of one component of a layer, in one format. rows: of all of them; bytes: in the
@@ -93,8 +97,8 @@ class Survey:
         their scales. formats: the format of each weight, by the vendor's names. held: weights
         counted by format. names: by whose names weights came.
     scale_names: what scales of blocks are called.
-    holdings: by component, format as told to users, what their parameters want, and layer, None
-        outside them.
+    holdings: by component, format as told to users, what their parameters want, layer, None outside
+        them, and module, of those that `linears` may hold as they are stored.
     faults: every fault, by kind.
     """
 
@@ -105,7 +109,7 @@ class Survey:
         self.held: Counter[str] = Counter()
         self.names: Counter[str] = Counter()
         self.scale_names: Counter[str] = Counter()
-        self.holdings: dict[tuple[str, str, Kept, int | None], Holding] = {}
+        self.holdings: dict[HoldingKey, Holding] = {}
         self.census = Census()
         self.draft = Draft()
         self.ledger = Ledger(config)
@@ -219,7 +223,8 @@ class Survey:
             vendor = supplied == [stored.name.removeprefix("model.")]
             self.names["vendor's" if vendor else "transformers'"] += 1
         layer = layer_of(supplied[0])
-        key = component_of(supplied[0]), held, slots[0].row.kept, layer
+        kept, holder = slots[0].row.kept, holder_of(supplied[0])
+        key = component_of(supplied[0]), held, kept, layer, holder
         holding = self.holdings.setdefault(key, Holding())
         holding.weights += len(supplied)
         holding.values += values

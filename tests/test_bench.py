@@ -49,8 +49,8 @@ def test_every_op_that_a_step_calls_is_noted(by_op: dict[str, list[Called]], ops
     """Of a hash-routed SWA layer, a CSA layer and an HCA layer."""
     assert list(by_op) == [op for op in PROVIDERS if op in by_op]  # in the table's order
     unused = {op for op in PROVIDERS if op not in by_op}
-    # Of experts in four bits, and of linear weights in FP8, alone.
-    assert unused <= {"routed_experts_fp4", "linear_fp8"}
+    # Of experts in four bits, and of linear weights in FP8 or NVFP4, alone.
+    assert unused <= {"routed_experts_fp4", "linear_fp8", "linear_fp4"}
     counts = {op: sum(call.count for call in calls) for op, calls in by_op.items()}
     wanted = {
         "linear_fp32": 9, "rms_norm": 10, "mhc_pre": 6, "mhc_post": 6, "mhc_head": 1,
@@ -243,7 +243,7 @@ def test_the_command_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     result = json.loads(capsys.readouterr().out)
     assert (result["device"], result["preset"]) == ("CPU", "tiny")
     assert [one["batch"] for one in result["steps"]] == [1, 4]
-    others = {"routed_experts_fp4", "linear_fp8"}
+    others = {"routed_experts_fp4", "linear_fp8", "linear_fp4"}
     assert {one["op"] for one in result["ops"]} >= set(PROVIDERS) - others
     assert all(one["chosen"] and one["error"] == "" for one in result["ops"])
     assert {"torch", "sglang", "sglang-dsv4"} <= result["versions"].keys()
@@ -251,17 +251,20 @@ def test_the_command_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_linears_in_fp8(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("form", "weight"),
+    [("fp8", 4096 * 64 + 4 * 32), ("fp4", 4096 * 64 * 9 // 16 + 4 * 4096 // 16)],
+)
+def test_linears_as_they_are_stored(
+    form: str, weight: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Timed by their own op, and counted by the bytes that they take: wq_b of all layers."""
-    monkeypatch.setenv("SGLANG_DSV4_PRECISION", "linears=fp8")
-    options = ["--only", "linear_fp8", "--batch", "4"]
+    monkeypatch.setenv("SGLANG_DSV4_PRECISION", f"linears={form}")
+    options = ["--only", f"linear_{form}", "--batch", "4"]
     assert main(["bench", "--device", "cpu", "--json", *options]) == 0
     rows = json.loads(capsys.readouterr().out)["ops"]
-    assert {row["op"] for row in rows} == {"linear_fp8"}
-    weight, scales = 4096 * 64, 4 * 32
-    assert weight + scales + 4 * 2 * (64 + 4096) in [row["moved"] for row in rows]
+    assert {row["op"] for row in rows} == {f"linear_{form}"}
+    assert weight + 4 * 2 * (64 + 4096) in [row["moved"] for row in rows]
 
 
 @pytest.mark.parametrize(("name", "group"), [("mxfp4", 32), ("nvfp4", 16)])

@@ -48,14 +48,34 @@ def test_experts_in_four_bits_give_the_logits_of_dense_ones(runner: Runner, fold
     assert_same_logits(kept, runner)
 
 
-def test_linears_in_fp8_give_the_logits_of_dense_ones(runner: Runner, folder: Path) -> None:
-    """As far as this small model is made of whole blocks; scales in UE8M0 and in FP32."""
-    kept = Runner(folder, linears="fp8")
-    held = ("vendor", "fp8-base", "nvfp4-experts", "compressed-tensors-w4a4")
-    layers = {layer for layer, format in enumerate(FORMATS) if format in held}
-    assert kept.linears.fp8.keys() == layers and len(layers) == len(held)
-    assert all({"attn.wq_b", "attn.wo_b"} <= names for names in kept.linears.fp8.values())
-    assert "attn.wq_b: FP8 in the checkpoint -> FP8, kept, 4 layers" in kept.report.components
+KEPT = {  # value -> formats of layers, and a line of the report
+    "fp8": (
+        {"vendor", "fp8-base", "nvfp4-experts", "compressed-tensors-w4a4"},
+        "attn.wq_b: FP8 in the checkpoint -> FP8, kept, 4 layers",
+    ),
+    "fp4": (
+        {"nvfp4-all", "compressed-tensors-w4a16", "compressed-tensors-w4a4"},
+        "attn.wq_b: NVFP4 in the checkpoint -> NVFP4, kept, 1 layer",
+    ),
+}
+
+
+@pytest.mark.parametrize("value", KEPT)
+def test_kept_linears_give_the_logits_of_dense_ones(
+    value: str, runner: Runner, folder: Path
+) -> None:
+    """As far as this small model is made of whole blocks or tiles; scales in UE8M0, E4M3 and FP32.
+
+    The shared experts of compressed-tensors-w4a4 are in NVFP4, its attention in FP8.
+    """
+    kept, (held, line) = Runner(folder, linears=value), KEPT[value]
+    layers = kept.linears.layers
+    assert {FORMATS[layer] for layer in layers} == held and len(layers) == len(held)
+    for layer, one in layers.items():
+        mixed = value == "fp4" and FORMATS[layer] == "compressed-tensors-w4a4"
+        wanted = {"ffn.shared_experts.w13"} if mixed else {"attn.wq_b", "attn.wo_b"}
+        assert wanted <= one.modules and one.form == value
+    assert line in kept.report.components
     assert_same_logits(kept, runner)
 
 

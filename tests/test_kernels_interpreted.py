@@ -52,6 +52,11 @@ SELECTIONS = (
         select="(triton or dequantised)",
         thorough="(triton or dequantised)",
     ),
+    Selection(
+        "test_linear_fp4.py",
+        select="(triton or dequantised)",
+        thorough="(triton or dequantised)",
+    ),
     Selection("test_mhc_head.py", select="triton and not mix and not transformers"),
     Selection(
         "attention/test_build_metadata.py",

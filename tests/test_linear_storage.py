@@ -1,6 +1,9 @@
-"""Linear weights that stay in FP8: which do, what lies in memory, and that logits are the same."""
+"""Linear weights that stay in FP8 or NVFP4: which do, what lies in memory, and that logits are the
+same."""
 
 from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +16,10 @@ from inprocess import Runner
 from sglang_dsv4 import (
     cli_make_tiny,
     cli_warm,
+    format_claims,
     host,
     linear_storage,
+    linears,
     precision,
     tiny_weights,
     weights,
@@ -22,12 +27,15 @@ from sglang_dsv4 import (
 from sglang_dsv4.backends import Machine, choose
 from sglang_dsv4.config import DSV4Config
 from sglang_dsv4.formats import TensorFormat
+from sglang_dsv4.fp4 import FP4Matrix, FP4Rows
 from sglang_dsv4.fp8 import FP8Matrix
 from sglang_dsv4.graph_safety_step import SmallLM
 from sglang_dsv4.inspection import Deployment, Inspection
+from sglang_dsv4.linear_storage import LinearStorage
+from sglang_dsv4.linears import ALL_DENSE, KeptLinears, KeptRows, named_rows
 from sglang_dsv4.memory_plan import weight_bytes
 from sglang_dsv4.parallel import Parallel
-from sglang_dsv4.parameters import default_dtype
+from sglang_dsv4.parameters import KeptMatrix, default_dtype
 from sglang_dsv4.precision import Precision
 from sglang_dsv4.served.deepseek_v4 import DeepseekV4ForCausalLM
 from sglang_dsv4.settings import SettingsError
@@ -47,17 +55,24 @@ WIDE = cli_make_tiny.shipped_config("tiny", "bfloat16") | {
     "moe_intermediate_size": 256,
 }
 CONFIG = DSV4Config.from_dict(WIDE)
-ALL = frozenset(linear_storage.HOLDERS.values())
+ALL = frozenset(linears.HOLDERS.values())
 INDEXER = frozenset({"attn.indexer.wq_b"})
 
 
-def decide(config: DSV4Config = CONFIG, ranks: int = 1, **other: TensorFormat):
-    """In FP8, but for what is named: attn_wq_a=..."""
+def decide(
+    config: DSV4Config = CONFIG, ranks: int = 1, chosen: str = "fp8", **other: TensorFormat
+) -> LinearStorage:
+    """In the format that stays, but for what is named: attn_wq_a=..."""
     slots = expected_tensors(config)
-    formats = linear_storage.from_claims({"quantization_config": {"quant_method": "fp8"}}, slots)
+    usual = linear_storage.FORMATS[chosen][0]
+    formats = dict.fromkeys(filter(linears.holder_of, slots), usual)
     for name, form in other.items():
         formats[f"layers.0.{name.replace('_', '.', 1)}.weight"] = form
-    return linear_storage.decide(config, slots, formats, chosen="fp8", ranks=ranks)
+    return linear_storage.decide(config, slots, formats, chosen=chosen, ranks=ranks)
+
+
+def modules(kept: LinearStorage) -> dict[int, frozenset[str]]:
+    return {layer: one.modules for layer, one in kept.layers.items()}
 
 
 # ---- which stay ----
@@ -66,7 +81,7 @@ def decide(config: DSV4Config = CONFIG, ranks: int = 1, **other: TensorFormat):
 def test_all_of_the_released_model_stay() -> None:
     for preset, ranks in (("flash-2l", 1), ("flash-2l", 8), ("pro-2l", 8), ("pro-2l", 16)):
         config = DSV4Config.from_dict(cli_make_tiny.shipped_config(preset, "bfloat16"))
-        kept = decide(config, ranks).fp8
+        kept = modules(decide(config, ranks))
         whole = preset != "pro-2l" or ranks < 16  # there 3072 / 16 is no multiple of 128
         shared = frozenset() if whole else {n for n in ALL if n.startswith("ffn")}
         assert kept == {0: ALL - shared, 1: ALL - INDEXER - shared}
@@ -74,43 +89,78 @@ def test_all_of_the_released_model_stay() -> None:
 
 def test_what_is_multiplied_as_one_stays_as_one() -> None:
     kept = decide(attn_wkv=TensorFormat.DENSE, attn_wq_b=TensorFormat.NVFP4)
-    assert kept.fp8[0] == ALL - {"attn.inputs", "attn.wq_b"}
+    assert modules(kept)[0] == ALL - {"attn.inputs", "attn.wq_b"}
     assert "layers.0.attn.wq_a.weight" not in kept.weights
     assert "layers.1.attn.wq_a.weight" in kept.weights
 
 
 def test_shares_begin_with_a_block() -> None:
     """Two ranks: q_lora of 128 is not divided, wo_b's 256 columns and w13's 256 rows are."""
-    assert decide(ranks=2).fp8 == {0: ALL, 1: ALL - INDEXER}
+    assert modules(decide(ranks=2)) == {0: ALL, 1: ALL - INDEXER}
     narrow = DSV4Config.from_dict(WIDE | {"o_lora_rank": 64, "moe_intermediate_size": 192})
-    assert decide(narrow, 1).fp8[1] == {"attn.inputs", "attn.wq_b", "attn.wo_b"} | {
+    assert modules(decide(narrow, 1))[1] == {"attn.inputs", "attn.wq_b", "attn.wo_b"} | {
         "ffn.shared_experts.w2"
     }
-    assert decide(narrow, 2).fp8[1] == {"attn.inputs", "attn.wq_b"}
+    assert modules(decide(narrow, 2))[1] == {"attn.inputs", "attn.wq_b"}
 
 
 def test_nothing_stays_unless_asked_for() -> None:
     slots = expected_tensors(CONFIG)
     formats = dict.fromkeys(slots, TensorFormat.FP8)
     stays = linear_storage.decide(CONFIG, slots, formats, chosen="bf16", ranks=1)
-    assert not stays.fp8 and not stays.weights
-    with pytest.raises(SettingsError, match="linears=fp8 .*nothing can stay so"):
-        linear_storage.decide(CONFIG, slots, {}, chosen="fp8", ranks=1)
+    assert not stays.layers and not stays.weights and stays.anywhere == ALL_DENSE
+    for value, held in (("fp8", "FP8"), ("fp4", "NVFP4")):
+        with pytest.raises(SettingsError, match=f"linears={value} .*none of them in {held}, or"):
+            linear_storage.decide(CONFIG, slots, {}, chosen=value, ranks=1)
+
+
+def test_in_four_bits_whole_tiles_stay() -> None:
+    """Of 16 rows and 32 inputs, of each group; NVFP4 of both kinds, also one below the other."""
+    for preset, ranks in (("flash-2l", 1), ("flash-2l", 8), ("pro-2l", 8), ("pro-2l", 16)):
+        config = DSV4Config.from_dict(cli_make_tiny.shipped_config(preset, "bfloat16"))
+        assert modules(decide(config, ranks, "fp4")) == {0: ALL, 1: ALL - INDEXER}
+    both = decide(
+        chosen="fp4", attn_wkv=TensorFormat.COMPRESSED_TENSORS, attn_wq_b=TensorFormat.FP8
+    )
+    assert modules(both)[0] == ALL - {"attn.wq_b"} and both.anywhere == KeptLinears("fp4", ALL)
+    assert both.weights["layers.0.attn.wkv.weight"] == "fp4"
+    # 40 rows of each group, and of two ranks 24 inner channels of the shared expert.
+    narrow = DSV4Config.from_dict(WIDE | {"o_lora_rank": 40, "moe_intermediate_size": 48})
+    assert modules(decide(narrow, 1, "fp4"))[1] == ALL - INDEXER - {
+        *("attn.wo_a", "attn.wo_b", "ffn.shared_experts.w2")
+    }
+    assert modules(decide(narrow, 2, "fp4"))[1] == {"attn.inputs", "attn.wq_b"}
 
 
 # ---- the model ----
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """In the released format."""
-    folder = tmp_path_factory.mktemp("fp8")
+@dataclass(frozen=True)
+class Held:
+    """A checkpoint whose linear weights are all in one format. form: value of the component.
+    name: of the format."""
+
+    folder: Path
+    form: str
+    name: str
+
+
+RECIPE_OF = {
+    "vendor": ("fp8", "FP8"),
+    "nvfp4-all": ("fp4", "NVFP4"),
+    "compressed-tensors-w4a16": ("fp4", "compressed-tensors NVFP4"),
+}
+
+
+@pytest.fixture(scope="module", params=RECIPE_OF)
+def held(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Held:
+    folder = tmp_path_factory.mktemp(request.param)
     cli_make_tiny.write_config(folder, WIDE)
     tensors = {}
-    for entry in tiny_weights.quantised_entries(CONFIG, RECIPES["vendor"], "vendor"):
+    for entry in tiny_weights.quantised_entries(CONFIG, RECIPES[request.param], "vendor"):
         tensors |= tiny_weights.tensors(entry, torch.bfloat16, seed=0)
     write(folder, tensors)
-    return folder
+    return Held(folder, *RECIPE_OF[request.param])
 
 
 def logits(runner: Runner) -> torch.Tensor:
@@ -120,44 +170,94 @@ def logits(runner: Runner) -> torch.Tensor:
     return torch.cat([runner.run(request, tokens[:-1]), runner.run(request, tokens[-1:])])
 
 
-def test_logits_are_those_of_dequantised_weights(folder: Path) -> None:
+def test_logits_are_those_of_dequantised_weights(held: Held) -> None:
     small = {"pages": 4, "slots": 3}
-    kept, dense = Runner(folder, linears="fp8", **small), Runner(folder, **small)
-    assert kept.linears.fp8 == {0: ALL, 1: ALL - INDEXER}
-    held = [one for one in kept.lm.modules() if isinstance(one, FP8Matrix)]
-    assert len(held) == 2 * len(ALL) - 1
-    assert not [one for one in dense.lm.modules() if isinstance(one, FP8Matrix)]
-    assert "attn.wkv: FP8 in the checkpoint -> FP8, kept, 2 layers" in kept.report.components
+    kept, dense = Runner(held.folder, linears=held.form, **small), Runner(held.folder, **small)
+    assert modules(kept.linears) == {0: ALL, 1: ALL - INDEXER}
+    kind = {"fp8": FP8Matrix, "fp4": FP4Matrix}[held.form]
+    assert sum(isinstance(one, kind) for one in kept.lm.modules()) == 2 * len(ALL) - 1
+    assert not [one for one in dense.lm.modules() if isinstance(one, KeptMatrix)]
+    line = f"attn.wkv: {held.name} in the checkpoint -> {held.name}, kept, 2 layers"
+    assert line in kept.report.components
     found, expected = logits(kept), logits(dense)
     assert expected.std() > 0.5
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
+def shares(rows: KeptRows, cut: int) -> list[list[torch.Tensor]]:
+    """Of two ranks: codes, scales and factors; the latter are of rows."""
+    halves = [rows.codes.chunk(2, cut), rows.scales.chunk(2, cut)]
+    if isinstance(rows, FP4Rows):
+        halves.append(rows.factors.chunk(2) if cut == 0 else (rows.factors, rows.factors))
+    return [list(part) for part in zip(*halves, strict=True)]
+
+
+def parts(rows: KeptRows) -> list[torch.Tensor]:
+    return [getattr(rows, field.name) for field in fields(rows)]
+
+
+def equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    return all(torch.equal(one, two) for one, two in zip(found, expected, strict=True))
+
+
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_reads_its_share(folder: Path, rank: int) -> None:
-    """Codes and scales of two ranks are halves of the whole's."""
+def test_a_rank_reads_its_share(held: Held, rank: int) -> None:
+    """Codes, scales and factors of two ranks are halves of the whole's."""
     parallel = Parallel(rank=rank, size=2, all_reduce=lambda x: x)
-    options = {"linears": "fp8", "pages": 4, "slots": 3}
-    whole, part = Runner(folder, **options), Runner(folder, parallel=parallel, **options)
-    for layer in (0, 1):
-        for name, cut in (("wq_b", 0), ("wo_a", 0), ("wo_b", 1)):
-            full, own = (getattr(r.lm.model.layers[layer].attn, name) for r in (whole, part))
-            for tensor in ("codes", "scales"):
-                expected = getattr(full, tensor).chunk(2, cut)[rank]
-                assert torch.equal(getattr(own, tensor), expected), (name, tensor)
-        full, own = (r.lm.model.layers[layer].ffn.shared_experts for r in (whole, part))
-        for tensor in ("codes", "scales"):
-            halves = [each.chunk(2)[rank] for each in getattr(full.w13, tensor).chunk(2)]
-            assert torch.equal(getattr(own.w13, tensor), torch.cat(halves))
-            assert torch.equal(getattr(own.w2, tensor), getattr(full.w2, tensor).chunk(2, 1)[rank])
+    options = {"linears": held.form, "pages": 4, "slots": 3}
+    whole, part = (
+        named_rows(Runner(held.folder, **options, **more).lm)
+        for more in ({}, {"parallel": parallel})
+    )
+    cuts = {"wq_b": 0, "wo_a": 0, "wo_b": 1, "w2": 1}
+    assert whole.keys() == part.keys() and len(whole) == 2 * 8 - 1
+    for name, rows in whole.items():
+        own, last = part[name], name.removesuffix(".weight").rpartition(".")[2]
+        if last == "w13":
+            for number in (0, 1):  # gate, up
+                expected = shares(rows.part(number, 2), 0)[rank]
+                assert equal(parts(own.part(number, 2)), expected), name
+        elif "indexer" in name or last not in cuts:
+            assert equal(parts(own), parts(rows)), name
+        else:
+            assert equal(parts(own), shares(rows, cuts[last])[rank]), name
 
 
+def test_four_bits_are_those_of_the_file(held: Held) -> None:
+    """Bit for bit, with the factor of each matrix of a stack."""
+    if held.form == "fp8":
+        return
+    tensors = dict(read(held.folder))
+    rows = named_rows(Runner(held.folder, linears="fp4", pages=4, slots=3).lm)
+    for name, stacked in (
+        ("attn.wq_a", "attn.wq_a.weight"),
+        ("attn.wkv", "attn.wkv.weight"),
+        ("attn.indexer.wq_b", "attn.indexer.wq_b.weight"),
+        ("ffn.shared_experts.w3", "ffn.shared_experts.w13"),
+    ):
+        found, name = rows[f"model.layers.0.{stacked}"], f"layers.0.{name}"
+        if name.endswith("w3"):
+            found = found.part(1, 2)
+        packed = f"{name}.weight_packed"
+        codes = tensors[packed if packed in tensors else f"{name}.weight"]
+        assert torch.equal(found.codes, codes.view(torch.uint8))
+        assert torch.equal(found.scales, tensors[f"{name}.weight_scale"].view(torch.uint8))
+        if packed in tensors:
+            factor = 1 / tensors[f"{name}.weight_global_scale"]
+        else:
+            factor = tensors[f"{name}.weight_scale_2"]
+        assert (found.factors == factor).all() and factor != 1
+    first, second = (rows[f"model.layers.0.attn.{name}.weight"] for name in ("wq_a", "wkv"))
+    assert first.shape != second.shape and first.factors[0] != second.factors[0]
+
+
+@pytest.mark.parametrize("chosen", ["fp8", "fp4"])
 @pytest.mark.parametrize("size", [1, 2])
-def test_the_plan_counts_what_lies_in_memory(size: int) -> None:
-    kept, ops = decide(ranks=size), choose(Machine.probe("cpu"))
+def test_the_plan_counts_what_lies_in_memory(size: int, chosen: str) -> None:
+    kept, ops = decide(ranks=size, chosen=chosen), choose(Machine.probe("cpu"))
     parallel = Parallel(rank=0, size=size, all_reduce=lambda x: x)
     with default_dtype(torch.bfloat16):
-        model = SmallLM(CONFIG, ops, Precision(), parallel, {}, kept.fp8)
+        model = SmallLM(CONFIG, ops, Precision(), parallel, {}, kept.layers)
     held = sum(parameter.nbytes for parameter in model.parameters())
     held += sum(table.nbytes for name, table in model.named_buffers() if "tid2eid" in name)
     slots = expected_tensors(CONFIG)
@@ -165,34 +265,52 @@ def test_the_plan_counts_what_lies_in_memory(size: int) -> None:
     assert held < weight_bytes(slots, torch.bfloat16, size)
 
 
-def test_inspect_and_warm_follow(folder: Path) -> None:
-    found = Inspection(folder, Deployment(linears="fp8"))
-    fp8 = [row for row in found.holdings if row.held == "FP8"]
-    assert [row.component for row in fp8] == ["attention", "indexer", "shared expert"]
-    assert {row.run for row in fp8} == {"FP8"} and not any("FP8" in c for c in found.conversions)
-    assert all(row.memory == row.values + row.values // 4096 for row in fp8)
-    assert found.plan.weights < Inspection(folder, Deployment()).plan.weights
-    arguments = Namespace(checkpoint=folder, config=None, tp_size=1)
-    assert cli_warm.modules_in_fp8(CONFIG, "fp8", arguments) == ALL
-    assert not cli_warm.modules_in_fp8(CONFIG, "bf16", arguments)
+def test_inspect_and_warm_follow(held: Held) -> None:
+    found = Inspection(held.folder, Deployment(linears=held.form))
+    names = ["attention", "indexer", "shared expert"]
+    names = ["attention", "indexer", "shared expert"]
+    kept = [row for row in found.holdings if row.run == held.name and row.component in names]
+    assert [row.component for row in kept] == names and [row.layers for row in kept] == [2, 1, 2]
+    modules = Runner(held.folder, linears=held.form, pages=4, slots=3).lm.modules()
+    bytes_held = sum(
+        parameter.nbytes
+        for module in modules
+        if isinstance(module, KeptMatrix)
+        for parameter in module.parameters()
+    )
+    assert sum(row.memory for row in kept) == bytes_held
+    # An indexer's other weights are of the floor: in nvfp4-all in NVFP4, too, but not kept.
+    floor = [row for row in found.holdings if row.held == held.name and row not in kept]
+    assert ("indexer" in [row.component for row in floor]) == (held.name == "NVFP4")
+    assert all(row.run == "BF16" for row in floor if row.component != "routed experts")
+    assert found.plan.weights < Inspection(held.folder, Deployment()).plan.weights
+    arguments = Namespace(checkpoint=held.folder, config=None, tp_size=1)
+    assert cli_warm.kept_linears(CONFIG, held.form, arguments) == KeptLinears(held.form, ALL)
+    assert cli_warm.kept_linears(CONFIG, "bf16", arguments) == ALL_DENSE
+
+
+def test_released_models_are_warmed_up_in_fp8() -> None:
     flash = Namespace(checkpoint=None, config="flash", tp_size=8)
     config = cli_warm.chosen_config(None, "flash")
-    assert cli_warm.modules_in_fp8(config, "fp8", flash) == ALL
+    assert cli_warm.kept_linears(config, "fp8", flash) == KeptLinears("fp8", ALL)
+    with pytest.raises(SettingsError, match="linears=fp4"):
+        cli_warm.kept_linears(config, "fp4", flash)
 
 
 @pytest.mark.parametrize("headers", [True, False])
 def test_the_served_model_is_built_for_what_is_there(
-    headers: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+    headers: bool, held: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """config.json says nothing of FP8 in the one case, or there is nothing else in the other."""
+    """config.json says nothing of formats in the one case, and nothing else does in the other."""
     monkeypatch.setattr(host, "has_headers", lambda: headers)
-    monkeypatch.setattr(host, "checkpoint_folder", lambda: folder)
-    raw = {} if headers else {"quantization_config": {"quant_method": "fp8"}}
-    for value, expected in (("fp8", {0: ALL, 1: ALL - INDEXER}), ("bf16", {})):
+    monkeypatch.setattr(host, "checkpoint_folder", lambda: held.folder)
+    (recipe,) = (recipe for recipe, two in RECIPE_OF.items() if two == (held.form, held.name))
+    raw = {} if headers else dict(RECIPES[recipe].config)
+    for value, expected in ((held.form, {0: ALL, 1: ALL - INDEXER}), ("bf16", {})):
         made: Any = SimpleNamespace(
             config=CONFIG, chosen=precision.parse(f"linears={value}"), parallel=Parallel()
         )
-        assert DeepseekV4ForCausalLM._linear_storage(made, raw).fp8 == expected
+        assert modules(DeepseekV4ForCausalLM._linear_storage(made, raw)) == expected
 
 
 def test_inspect_refuses_what_cannot_stay(tmp_path: Path) -> None:
@@ -203,18 +321,43 @@ def test_inspect_refuses_what_cannot_stay(tmp_path: Path) -> None:
     assert not Inspection(tmp_path, Deployment(), headers=False).refusals
 
 
+CLAIMS: dict[str, TensorFormat | None] = {
+    "vendor": TensorFormat.FP8,
+    "nvfp4-experts": TensorFormat.FP8,
+    "nvfp4-all": TensorFormat.NVFP4,
+    "compressed-tensors-w4a16": TensorFormat.COMPRESSED_TENSORS,
+    "compressed-tensors-w4a4": None,  # attention is in FP8
+    "bf16": None,
+}
+
+
+@pytest.mark.parametrize("recipe", CLAIMS)
+def test_what_a_config_says_of_linear_weights(recipe: str) -> None:
+    assert format_claims.linears(RECIPES[recipe].config) is CLAIMS[recipe]
+
+
+@pytest.mark.parametrize("ignored", ["re:.*self_attn.*", "*.shared_experts.*", "layers.*.attn.*"])
+def test_what_it_leaves_out_is_not_claimed(ignored: str) -> None:
+    said = dict(RECIPES["nvfp4-all"].config["quantization_config"])
+    said["ignore"] = [*said["ignore"], ignored]
+    assert format_claims.linears({"quantization_config": said}) is None
+
+
 # ---- what is refused ----
 
 
-def load(folder: Path, name: str, change) -> None:
-    tensors = dict(read(folder))
+def load(held: Held, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """With one tensor changed."""
+    tensors = dict(read(held.folder))
     tensors[name] = change(tensors[name].clone())
+    load_all(held, tensors)
+
+
+def load_all(held: Held, tensors: dict[str, torch.Tensor]) -> None:
+    kept = {layer: KeptLinears(held.form, one) for layer, one in modules(decide()).items()}
     with default_dtype(torch.bfloat16):
-        model = SmallLM(CONFIG, choose(Machine.probe("cpu")), Precision(), Parallel(), {}, FP8)
+        model = SmallLM(CONFIG, choose(Machine.probe("cpu")), Precision(), Parallel(), {}, kept)
     weights.load(model, tensors.items(), CONFIG, rank=0, size=1)
-
-
-FP8 = {0: ALL, 1: ALL - INDEXER}
 
 
 def nan(values: torch.Tensor) -> torch.Tensor:
@@ -224,20 +367,30 @@ def nan(values: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("part", ["weight", "scale"])
 @pytest.mark.parametrize("name", ["attn.wkv", "ffn.shared_experts.w3", "attn.indexer.wq_b"])
-def test_nan_is_refused(folder: Path, name: str, part: str) -> None:
+def test_nan_is_refused(held: Held, name: str, part: str) -> None:
+    if held.form == "fp4":  # no code is NaN
+        part = "weight_scale"
     with pytest.raises(CheckpointError, match=rf"layers.0.{name}.{part}: 1 of .* NaN or infinite"):
-        load(folder, f"layers.0.{name}.{part}", nan)
+        load(held, f"layers.0.{name}.{part}", nan)
 
 
-def test_another_format_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_wrong_factors_are_refused(held: Held) -> None:
+    names = {"NVFP4": "weight_scale_2", "compressed-tensors NVFP4": "weight_global_scale"}
+    for value in (0.0, -1.0, torch.inf) if held.name in names else ():
+        name = f"layers.0.attn.wkv.{names[held.name]}"
+        with pytest.raises(CheckpointError, match=f"{name}: expected a positive number"):
+            load(held, name, lambda factor, value=value: torch.full_like(factor, value))
+
+
+def test_another_format_is_refused(held: Held) -> None:
     """Where the model was built by what config.json says."""
-    tensors = dict(read(folder))
-    del tensors["layers.1.attn.wo_b.scale"]
-    shape = tensors["layers.1.attn.wo_b.weight"].shape
-    tensors["layers.1.attn.wo_b.weight"] = torch.zeros(shape, dtype=torch.bfloat16)
-    with default_dtype(torch.bfloat16):
-        model = SmallLM(CONFIG, choose(Machine.probe("cpu")), Precision(), Parallel(), {}, FP8)
+    tensors = dict(read(held.folder))
+    name = "layers.1.attn.wo_b"
+    for part in [part for part in tensors if part.startswith(name)]:
+        del tensors[part]
+    shape = CONFIG.hidden_size, CONFIG.o_groups * CONFIG.o_lora_rank
+    tensors[f"{name}.weight"] = torch.zeros(shape, dtype=torch.bfloat16)
     with pytest.raises(
         CheckpointError, match=r"linears=bf16[\s\S]*layers.1.attn.wo_b.weight: BF16"
     ):
-        weights.load(model, tensors.items(), CONFIG, rank=0, size=1)
+        load_all(held, tensors)

@@ -16,10 +16,11 @@ import pytest
 import torch
 import triton
 
-from sglang_dsv4 import cli_warm, linear_storage, precision, warmup
+from sglang_dsv4 import cli_warm, linears, precision, warmup
 from sglang_dsv4.backends import PROVIDERS, Machine, Ops, choose
 from sglang_dsv4.cli import main
 from sglang_dsv4.config import DSV4Config, LayerKind
+from sglang_dsv4.linears import KeptLinears
 from sglang_dsv4.parallel import Parallel
 from sglang_dsv4.settings import SettingsError
 from sglang_dsv4.warmup import Launch, Target
@@ -103,11 +104,31 @@ def test_no_rank_waits_for_another(flash: DSV4Config) -> None:
     assert warmup.launches(pair, decodes=(1,), prefills=())
 
 
-def test_matrices_in_fp8_are_found(flash: DSV4Config) -> None:
-    kept = target(flash, fp8=frozenset(linear_storage.HOLDERS.values()))
+@pytest.mark.parametrize(
+    ("form", "product", "unpacked"),
+    [
+        ("fp8", "_linear_kernel", "_dequantise_kernel"),
+        ("fp4", "_linear_fp4_kernel", "_unpack_kernel"),
+    ],
+)
+def test_matrices_as_they_are_stored_are_found(
+    form: str, product: str, unpacked: str, flash: DSV4Config
+) -> None:
+    kept = target(flash, linears=KeptLinears(form, frozenset(linears.HOLDERS.values())))
     few = names(warmup.launches(kept, decodes=(1,), prefills=()))
-    assert {"_linear_kernel", "_add_slices_kernel"} <= few
-    assert "_dequantise_kernel" in names(warmup.launches(kept, decodes=(), prefills=(257,)))
+    assert {product, "_add_slices_kernel"} <= few and unpacked not in few
+    assert unpacked in names(warmup.launches(kept, decodes=(), prefills=(257,)))
+
+
+def test_the_hash_of_kernels_has_what_they_share() -> None:
+    folder = Path(warmup.__file__).parent
+    before, hashed = warmup.sources(), []
+    read = Path.read_bytes
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "read_bytes", lambda path: hashed.append(path) or read(path))
+        assert warmup.sources() == before
+    assert {folder / "kernels_triton_fp4.py", folder / "reference.py"} < set(hashed)
+    assert folder / "backends.py" not in hashed
 
 
 def test_each_way_to_hold_experts_is_found(flash: DSV4Config) -> None:
@@ -282,7 +303,8 @@ def test_the_key_follows_what_decides_about_variants(flash: DSV4Config) -> None:
         replace(one, parallel=Parallel(size=2)),
         replace(one, dtype=torch.float32),
         replace(one, context=1000),
-        replace(one, fp8=frozenset({"attn.wq_b"})),
+        replace(one, linears=KeptLinears("fp8", frozenset({"attn.wq_b"}))),
+        replace(one, linears=KeptLinears("fp4", frozenset({"attn.wq_b"}))),
         replace(one, config=replace(flash, n_routed_experts=128)),
         replace(one, ops=ops_by("reference")),
         replace(one, expert_groups={1: 32}),

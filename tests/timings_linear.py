@@ -4,6 +4,7 @@ must compile."""
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -11,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from kernel_checks import SHARED_MEMORY, CompileCase
 from kernel_timings import Call
 from sglang_dsv4 import kernels_triton_linear as kernels
+from sglang_dsv4 import kernels_triton_linear_fp4 as kernels_fp4
 from sglang_dsv4.dequant import NVFP4_GROUP
 from sglang_dsv4.fp4 import FP4Matrices
 from sglang_dsv4.moe.kernels_triton_experts import _find_blocks
@@ -64,7 +66,7 @@ def cases() -> dict[str, tuple[Callable[[], Call], int]]:
                 width, depth, groups = shape
                 states = 2 * tokens * (groups * depth + width)
                 moved = int(width * depth * value_bytes) + states
-                found[f"linear_fp8 {way}, {name}, {tokens} tokens"] = (setup, moved)
+                found[f"linear_{way}, {name}, {tokens} tokens"] = (setup, moved)
     return found
 
 
@@ -91,15 +93,40 @@ def _ways(
     def dequantised(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         return kernels.dense_product(x, kernels.dequantised(weight, scales), BF16, groups)
 
-    yield "(bf16 by cublas)", cublas, 2
-    if tokens <= 512:
-        yield "tiles", fp8(by_tiles), 1
-    if tokens >= 64:
-        yield "dequantised", fp8(dequantised), 1
-    if groups > 1 or tokens > 128:
-        return
+    def fp4(product: Callable[..., Any]) -> Callable[[], Call]:
+        def setup() -> Call:
+            with torch.device("cuda"):
+                weight = fp4_weight(width, depth)
+                x = torch.randn(tokens, groups * depth, dtype=BF16)
+            return lambda: product(x, weight)
 
-    yield "(nvfp4 as an expert)", lambda: _one_expert(tokens, width, depth), 0.5 + 1 / NVFP4_GROUP
+        return setup
+
+    def fp4_by_tiles(x: torch.Tensor, weight: FP4Matrices) -> torch.Tensor:
+        return kernels_fp4._tiled_product(x, weight, BF16, groups)
+
+    def fp4_dequantised(x: torch.Tensor, weight: FP4Matrices) -> torch.Tensor:
+        return kernels.dense_product(x, kernels_fp4.dequantised(weight), BF16, groups)
+
+    nvfp4 = 0.5 + 1 / NVFP4_GROUP
+    yield "fp8 (bf16 by cublas)", cublas, 2
+    if tokens <= 512:
+        yield "fp8 tiles", fp8(by_tiles), 1
+        yield "fp4 tiles", fp4(fp4_by_tiles), nvfp4
+    if tokens >= 64:
+        yield "fp8 dequantised", fp8(dequantised), 1
+        yield "fp4 dequantised", fp4(fp4_dequantised), nvfp4
+    if groups == 1 and tokens <= 128:
+        yield "fp4 (as an expert)", lambda: _one_expert(tokens, width, depth), nvfp4
+
+
+def fp4_weight(width: int, depth: int) -> FP4Matrices:
+    """Packed, with random codes and scales of one; a factor for every 16 rows."""
+    weight = FP4Matrices(1, width, depth, group=NVFP4_GROUP, parts=width // 16)
+    weight.codes.random_(0, 256)
+    weight.factors.fill_(depth**-0.5)
+    weight.packed = True
+    return weight
 
 
 def _one_expert(tokens: int, width: int, depth: int) -> Call:
@@ -140,4 +167,26 @@ def compile_cases() -> list[CompileCase]:
                 found.setdefault(key, case)
         for case in launched(kernels.dequantised, weight, scales):
             found[case.name] = case
+        for case in _fp4_cases():
+            key = repr((case.kernel.__name__, case.signature, case.constexprs, case.capabilities))
+            found.setdefault(key, case)
     return list(found.values())
+
+
+def _fp4_cases() -> Iterator[CompileCase]:
+    """The same of NVFP4, and Pro's products that are not in slices; Hopper's tiles are others, and
+    read in another order."""
+    flash, pro = LINEARS["flash o_b"], LINEARS["pro, a rank of 8, q_b"]
+    some = [(flash, 1, (80, 90, 120)), (flash, 17, ()), (flash, 64, (89, 100))]
+    some += [(pro, 1, (90,)), (pro, 16, ()), (pro, 33, (80,))]
+    for capabilities in ((90,), tuple(each for each in SHARED_MEMORY if each != 90)):
+        capability = mock.Mock(return_value=capabilities[0])
+        with mock.patch.object(kernels_fp4, "compute_capability", capability):
+            for (width, depth, _), tokens, usual in some:
+                x, weight = torch.empty(tokens, depth, dtype=BF16), fp4_weight(width, depth)
+                chosen = tuple({*usual} & {*capabilities})
+                options: dict[str, Any] = {"usual": chosen, "capabilities": capabilities}
+                for case in launched(kernels_fp4.linear_fp4, x, weight, dtype=BF16, **options):
+                    if case.kernel is not kernels._add_slices_kernel:
+                        yield replace(case, name=f"{case.name}, {width} x {depth}")
+    yield from launched(kernels_fp4.dequantised, weight)
