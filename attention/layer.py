@@ -76,7 +76,7 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor, meta: Metadata, cache: LayerCache) -> torch.Tensor:
         """x [T, D] (normed) -> [T, D]; the tokens' rows, entries and state go into the cache."""
-        q_lora, kv = self.inputs.split(self.inputs(x))
+        q_lora, kv = self.inputs.apart(self.inputs(x))
         q_lora = self.ops.rms_norm(q_lora, self.q_norm.weight, eps=self.eps)
         q = self.wq_b(q_lora).unflatten(-1, (self.heads, self.head_dim))
         q = self.ops.query_norm_rope(q, meta.positions, self.frequencies, eps=self.eps)
@@ -109,7 +109,7 @@ class Attention(nn.Module):
             return meta.window
         assert self.fp32_inputs is not None
         projected = self.ops.linear_fp32(x, self.fp32_inputs.weight)
-        kv, gate, *for_indexer = self.fp32_inputs.split(projected)
+        kv, gate, *for_indexer = self.fp32_inputs.apart(projected)
         self.compressor(kv, gate, self.frequencies, meta, cache)
         if self.indexer is None:
             return meta.hca_list

@@ -54,7 +54,7 @@ class MoE(nn.Module):
         Nothing is rounded before ranks have added their parts, so that their number changes the
         order of additions and nothing else.
         """
-        logits, *gate_up = self.inputs.split(self.ops.linear_fp32(x, self.inputs.weight))
+        logits, *gate_up = self.inputs.apart(self.ops.linear_fp32(x, self.inputs.weight))
         weights, experts = self.gate(logits, token_ids)
         shared = self.shared_experts(x, *gate_up)
         return self.parallel.all_reduce(self.experts(x, weights, experts, shared))

@@ -160,8 +160,12 @@ def _gather(weight: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
 
 def _gather_fp4(weight: FP4Matrices, experts: torch.Tensor) -> torch.Tensor:
     """fp32 values of some experts' matrices: [blocks] -> [blocks, n, m]."""
-    parts = (weight.codes, weight.scales, weight.factors)
-    return fp4.values(*(part.index_select(0, experts) for part in parts), weight.group)
+    return fp4.dense_values(
+        weight.codes.index_select(0, experts),
+        weight.scales.index_select(0, experts),
+        weight.factors.index_select(0, experts),
+        weight.group,
+    )
 
 
 def _block_grid(pairs: int, experts: int) -> tuple[int, int]:

@@ -36,6 +36,7 @@ class Variant:
 # Or an error, never BF16 unseen.
 _FOUR_BITS = {"SGLANG_DSV4_PRECISION": "routed_experts=fp4"}
 _AND_EIGHT = {"SGLANG_DSV4_PRECISION": "routed_experts=fp4,linears=fp8"}
+_ALL_FOUR = {"SGLANG_DSV4_PRECISION": "routed_experts=fp4,linears=fp4"}
 VARIANTS: Mapping[str, Variant] = MappingProxyType(
     {
         # What SGLang takes for the release: FP8 and MXFP4 experts.
@@ -45,6 +46,7 @@ VARIANTS: Mapping[str, Variant] = MappingProxyType(
         "ours-mxfp4": Variant(True, "vendor", 17 / 32, _FOUR_BITS),
         "ours-mxfp4-fp8": Variant(True, "vendor", 17 / 32, _AND_EIGHT),
         "ours-nvfp4": Variant(True, "nvfp4-experts", 9 / 16, _FOUR_BITS),
+        "ours-nvfp4-all": Variant(True, "nvfp4-all", 9 / 16, _ALL_FOUR),
         "ours-bf16": Variant(True, "bf16", 2),
     }
 )

@@ -32,6 +32,7 @@ variants: built-in with all its defaults, ours with all of ours; the format of t
   builtin-fp4   as released, FP8 with MXFP4 experts      builtin-fp8   FP8 experts
   ours-mxfp4    MXFP4 kept in memory                     ours-nvfp4    NVFP4 kept in memory
   ours-bf16     BF16           ours-mxfp4-fp8  as ours-mxfp4, and FP8 matrices kept in memory
+  ours-nvfp4-all  every linear weight in NVFP4 but the head, those outside the floor kept in memory
 presets: flash, 8 layers SWA SWA CSA HCA CSA HCA CSA HCA; pro, 4 layers HCA HCA CSA HCA; tiny
 measures:
   decode    ms of a step at each --batch and --context: the batch is asked for --steps tokens in one

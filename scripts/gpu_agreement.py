@@ -204,20 +204,24 @@ def of_format(run: Run, name: str, folder: Path) -> Iterator[dict[str, Any]]:
         checkpoint,
         dtype=torch.bfloat16,
         device=run.device,
-        routed_experts="fp4" if in_four_bits(name) else "auto",
+        routed_experts="fp4" if in_four_bits(name, "ffn.experts.0.w1") else "auto",
+        linears="fp4" if in_four_bits(name, "attn.wq_b") else "bf16",
     )
     cuts = [count - 8, *range(count - 7, count + 1)]
     found = side_by_side.of_runner(runner, tokens, cuts, wanted)
-    kept = f"{len(runner.storage.groups)} of {runner.config.num_hidden_layers} layers"
+    layers = runner.config.num_hidden_layers
+    kept = f"{len(runner.storage.groups)} of {layers} layers"
     case = f"{name}, experts of {kept} in four bits"
+    if runner.linears.layers:
+        case += f", other matrices of {len(runner.linears.layers)}"
     every = [one.figures() for one in side_by_side.apart(found, wanted)]
     for layer, figures in (("all", over_layers(every[:-1])), ("logits", every[-1])):
         yield {"case": case, "layer": layer, **figures, "faults": faults(figures, BF16)}
 
 
-def in_four_bits(name: str) -> bool:
-    """Whether a format's experts have four bits, so that they must be kept."""
-    stored = RECIPES[name].of("layers.0.ffn.experts.0.w1.weight")
+def in_four_bits(name: str, matrix: str) -> bool:
+    """Whether a format has such matrices in four bits, so that they must be kept."""
+    stored = RECIPES[name].of(f"layers.0.{matrix}.weight")
     return stored is not None and not stored.startswith("fp8")
 
 

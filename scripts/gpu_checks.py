@@ -12,7 +12,8 @@ from gpu_acceptance import Run
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
 # Tests of ops and kernels. Those of FlashInfer build its modules first, which takes minutes.
 KERNEL_TESTS = (
-    "tests/attention", "tests/moe", "tests/test_linear_fp32.py", "tests/test_rms_norm.py",
+    "tests/attention", "tests/moe", "tests/test_linear_fp32.py", "tests/test_linear_fp8.py",
+    "tests/test_linear_fp4.py", "tests/test_rms_norm.py",
     "tests/test_mhc_pre.py", "tests/test_mhc_post.py", "tests/test_mhc_head.py",
     "tests/test_kernels_mhc.py", "tests/test_graph_capture.py", "tests/test_gpu_paths.py",
 )  # fmt: skip

@@ -118,7 +118,7 @@ class FP4Matrix(FP4Matrices, KeptMatrix):
         return self.matrix(0)
 
 
-def values(
+def dense_values(
     codes: torch.Tensor, scales: torch.Tensor, factors: torch.Tensor, group: int
 ) -> torch.Tensor:
     """[E, N, K] fp32: what matrices are that lie as in FP4Matrices and are not packed."""

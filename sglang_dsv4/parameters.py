@@ -55,7 +55,7 @@ class Stack(nn.Module):
         """[T, columns] -> [T, all rows]."""
         return functional.linear(x, self.weight)
 
-    def split(self, product: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def apart(self, product: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """[T, all rows] -> a view [T, rows] for each matrix."""
         return product.split(list(self.rows.values()), dim=1)
 
@@ -88,7 +88,7 @@ class KeptMatrix:
         """As the format has them, with a method rows(first, count)."""
         raise NotImplementedError
 
-    def split(self, product: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def apart(self, product: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """[T, all rows] -> a view [T, rows] for each matrix."""
         return product.split(list(self.heights.values()), dim=1)
 

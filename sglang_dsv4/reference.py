@@ -54,7 +54,7 @@ def linear_fp4(
     groups of rows, equally many; each multiplies K columns of x of its own.
     Returns [T, N], summed in fp32 and rounded once.
     """
-    rows = fp4.values(weight.codes, weight.scales, weight.factors, weight.group)[0]
+    rows = fp4.dense_values(weight.codes, weight.scales, weight.factors, weight.group)[0]
     return _grouped(x, rows, groups).to(dtype)
 
 

@@ -37,10 +37,10 @@ from sglang_dsv4.formats import (
     chunk_of,
 )
 from sglang_dsv4.fp4 import FP4Matrices, FP4Matrix, FP4Rows
-from sglang_dsv4.fp8 import FP8Rows
+from sglang_dsv4.fp8 import FP8Matrix, FP8Rows
 from sglang_dsv4.ledger import Delivery, Ledger, counted, is_matrix
 from sglang_dsv4.linears import named_rows
-from sglang_dsv4.parameters import KeptMatrix, named_weights
+from sglang_dsv4.parameters import named_weights
 from sglang_dsv4.precision import DENSE, VARIABLE, Precision
 from sglang_dsv4.survey import Survey
 from sglang_dsv4.tensor_table import Kept, Slot, layer_of
@@ -328,7 +328,7 @@ def _targets(model: nn.Module, ledger: Ledger, size: int) -> dict[str, Target]:
         experts = () if slot.expert is None else (ledger.config.n_routed_experts,)
         shapes[slot.parameter] = (*experts, *shape)
         kept[slot.parameter] = slot.row.kept
-    kinds = (FP4Matrices, KeptMatrix)
+    kinds = (FP4Matrices, FP8Matrix)
     held = {name: one for name, one in model.named_modules() if isinstance(one, kinds)}
     stacks: dict[str, Target] = {}
     for name, one in held.items():

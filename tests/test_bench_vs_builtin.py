@@ -71,9 +71,9 @@ def test_a_variant_is_a_config_and_an_environment(name: str, tmp_path: Path) -> 
     variant, raw = plan.VARIANTS[name], plan.raw_config("tiny")
     plan.write_folder(tmp_path, raw, variant)
     config = json.loads((tmp_path / "config.json").read_text())
-    wanted = {"builtin-fp8": "fp8", "ours-bf16": None}.get(name, "fp4")
+    wanted = {"builtin-fp8": "fp8", "ours-bf16": None, "ours-nvfp4-all": None}.get(name, "fp4")
     assert config.get("expert_dtype") == wanted
-    assert (tmp_path / "hf_quant_config.json").exists() == (name == "ours-nvfp4")
+    assert (tmp_path / "hf_quant_config.json").exists() == name.startswith("ours-nvfp4")
     assert (tmp_path / "tokenizer.json").exists() and config["vocab_size"] == raw["vocab_size"]
     changed = plan.environment(variant)
     assert changed["SGLANG_PLUGINS"] == ("" if name.startswith("ours") else "__none__")
@@ -81,6 +81,7 @@ def test_a_variant_is_a_config_and_an_environment(name: str, tmp_path: Path) -> 
         "ours-mxfp4": "routed_experts=fp4",
         "ours-nvfp4": "routed_experts=fp4",
         "ours-mxfp4-fp8": "routed_experts=fp4,linears=fp8",
+        "ours-nvfp4-all": "routed_experts=fp4,linears=fp4",
     }
     assert changed["SGLANG_DSV4_PRECISION"] == kept.get(name, "")
 

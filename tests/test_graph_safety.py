@@ -32,7 +32,7 @@ CPU = Machine("cpu", "CPU", None)
 LAYER, FORWARD = "attention/layer.py", "Attention.forward"
 METADATA = "attention/reference_metadata.py"
 AFTER = {  # the line that a fault follows, once in the file
-    LAYER: "        q_lora, kv = self.inputs.split(self.inputs(x))\n",
+    LAYER: "        q_lora, kv = self.inputs.apart(self.inputs(x))\n",
     METADATA: "    column = torch.arange(window, device=batch.positions.device)\n",
     "moe/reference.py": "    sorted_experts, order = experts.flatten().sort(stable=True)\n",
     "sglang_dsv4/model.py": "        elsewhere = (local < 0) | (local >= rows)\n",

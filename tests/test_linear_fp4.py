@@ -194,12 +194,12 @@ def test_matrices_that_are_multiplied_as_one_keep_their_factors():
     for rows, value in ((a, 2.0), (b, 3.0)):
         rows.factors.copy_(torch.tensor(value))
         rows.codes.fill_(0x22)  # 1.0, twice
-    whole = fp4.values(holder.codes, holder.scales, holder.factors, holder.group)[0]
+    whole = fp4.dense_values(holder.codes, holder.scales, holder.factors, holder.group)[0]
     assert (whole[:48] == 2).all() and (whole[48:] == 3).all()
     upper = a.part(1, 3)
     upper.codes.zero_()
     assert (a.codes[16:32] == 0).all() and (a.codes[:16] == 0x22).all()
-    assert [part.shape[1] for part in holder.split(torch.zeros(2, 64))] == [48, 16]
+    assert [part.shape[1] for part in holder.apart(torch.zeros(2, 64))] == [48, 16]
     x = torch.zeros(1, 64, dtype=BF16)
     (_, weight), options = holder(x)
     assert weight is holder and options == {"dtype": BF16, "groups": 1}

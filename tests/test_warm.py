@@ -20,7 +20,7 @@ from sglang_dsv4 import cli_warm, linears, precision, warmup
 from sglang_dsv4.backends import PROVIDERS, Machine, Ops, choose
 from sglang_dsv4.cli import main
 from sglang_dsv4.config import DSV4Config, LayerKind
-from sglang_dsv4.linears import KeptLinears
+from sglang_dsv4.linears import ALL_DENSE, KeptLinears
 from sglang_dsv4.parallel import Parallel
 from sglang_dsv4.settings import SettingsError
 from sglang_dsv4.warmup import Launch, Target
@@ -426,7 +426,7 @@ def compiled_by_a_server(
         chosen=precision.parse(""),
         parallel=Parallel(**changes),
         head=SimpleNamespace(weight=torch.empty(0, dtype=torch.bfloat16)),
-        kept=({0: 32, 2: 16}, {}),
+        kept=({0: 32, 2: 16}, ALL_DENSE),
         compiled=False,
     )
     for _ in range(2):  # weights may be loaded again
