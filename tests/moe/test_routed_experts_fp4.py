@@ -13,6 +13,7 @@ import assembly
 from op_checks import MACHINE, implementations, randn, thorough
 from sglang_dsv4 import backends, dequant
 from sglang_dsv4.fp4 import FP4Matrices
+from sglang_dsv4.kernels_triton_fp4 import _unpacked
 from sglang_dsv4.moe import kernels_marlin, kernels_triton_fp4, reference
 from tolerance import assert_close
 
@@ -181,7 +182,7 @@ def test_assembly_makes_numbers_of_codes(scale):
     scales = scale * np.array([[1.0], [0.5]])  # of the half tiles
     bits = (scales * 2.0**118).astype(np.float32).view(np.uint32) >> 16
     low, high = (np.full_like(words, each * 0x10001) for each in bits[:, 0])
-    ours = assembly.assembly_of(kernels_triton_fp4._unpacked)
+    ours = assembly.assembly_of(_unpacked)
     pairs = assembly.run(ours, 4, [words, low, high])
     seen = set()
     for pair, numbers in enumerate(pairs):
