@@ -78,6 +78,12 @@ PLANTED: list[tuple[str, dict[str, str], str | None]] = [
          "attention/kernels_y.py": ""},
         "moe/kernels_x.py: imports sglang_dsv4.attention.kernels_y: only backends.py",
     ),
+    (  # ... nor those of a package within, ...
+        "imports_point_down",
+        {"sglang_dsv4/kernels_triton.py": "from sglang_dsv4.moe.kernels_x import turn\n",
+         "moe/kernels_x.py": ""},
+        "sglang_dsv4/kernels_triton.py: imports sglang_dsv4.moe.kernels_x: only backends.py",
+    ),
     (  # ... nor the reference, ...
         "imports_point_down",
         {"attention/kernels_x.py": "from sglang_dsv4.attention import reference\n",
@@ -105,7 +111,9 @@ PLANTED: list[tuple[str, dict[str, str], str | None]] = [
         "imports_point_down",
         {
             "attention/kernels_x.py": "from sglang_dsv4.attention.kernels_y import turn\n",
-            "attention/kernels_y.py": "from sglang_dsv4.attention.cache import PAGE\n",
+            "attention/kernels_y.py": "from sglang_dsv4.attention.cache import PAGE\n"
+            "from sglang_dsv4.kernels_triton import turn\n",
+            "sglang_dsv4/kernels_triton.py": "",
             "attention/cache.py": "",
             "sglang_dsv4/backends.py": "from sglang_dsv4.attention import kernels_x\n",
         },
