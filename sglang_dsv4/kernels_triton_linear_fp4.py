@@ -87,14 +87,14 @@ def dequantised(weight: FP4Matrices) -> torch.Tensor:
 
 
 def tiles_for(tokens: int, depth: int) -> Tiles:
-    """Up to 16 tokens as routed experts have them (`moe.kernels_triton_fp4`) with so many each;
-    depth: that of the packing."""
+    """As routed experts have them (`moe.kernels_triton_fp4`) with so many tokens each, but that
+    more than 64 take two tiles of tokens: larger ones spill. depth: that of the packing."""
     if tokens <= 8:
         return Tiles(rows=64, tokens=8, depth=depth, warps=4, stages=4)
     if tokens <= 16:
         warps = 4 if compute_capability() == 90 else 2
         return Tiles(rows=64, tokens=16, depth=depth, warps=warps, stages=4)
-    return Tiles(rows=64, tokens=32 if tokens <= 32 else 64, depth=depth, warps=4, stages=3)
+    return Tiles(rows=64, tokens=64, depth=depth, warps=4, stages=3)
 
 
 def _tiled_product(

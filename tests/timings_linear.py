@@ -177,7 +177,7 @@ def _fp4_cases() -> Iterator[CompileCase]:
     """The same of NVFP4, and Pro's products that are not in slices; Hopper's tiles are others, and
     read in another order."""
     flash, pro = LINEARS["flash o_b"], LINEARS["pro, a rank of 8, q_b"]
-    some = [(flash, 1, (80, 90, 120)), (flash, 17, ()), (flash, 64, (89, 100))]
+    some = [(flash, 1, (80, 90, 120)), (flash, 64, (89, 100))]
     some += [(pro, 1, (90,)), (pro, 16, ()), (pro, 33, (80,))]
     for capabilities in ((90,), tuple(each for each in SHARED_MEMORY if each != 90)):
         capability = mock.Mock(return_value=capabilities[0])
