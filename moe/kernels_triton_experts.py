@@ -270,9 +270,7 @@ def add_choices(
         result.stride(0),
         0 if base is None else base.stride(0),
         blocks,
-        None if choices.first is None else choices.experts,
-        choices.first,
-        choices.held,
+        *((None,) * 3 if choices.first is None else (choices.experts, choices.first, choices.held)),
         TOP_K=top_k,
         BLOCK=block,
     )
@@ -287,7 +285,6 @@ def _sort_pairs_kernel(experts, order, starts, pairs, first_held, BLOCK: tl.cons
 
     first_held: of Choices; those before it go first, and nobody looks there.
     """
-    place_of = starts + tl.program_id(0)
     expert = tl.program_id(0)
     if first_held is not None:
         expert += first_held
@@ -297,7 +294,7 @@ def _sort_pairs_kernel(experts, order, starts, pairs, first_held, BLOCK: tl.cons
         chosen = tl.load(experts + first + each, mask=first + each < pairs, other=expert)
         lower += (chosen < expert).to(tl.int32)
     place = tl.sum(lower, 0)
-    tl.store(place_of, place)
+    tl.store(starts + tl.program_id(0), place)
     for first in range(0, pairs, BLOCK):
         chosen = tl.load(experts + first + each, mask=first + each < pairs, other=-1)
         mine = (chosen == expert).to(tl.int32)

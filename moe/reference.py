@@ -138,7 +138,7 @@ def _experts(
     if total not in (None, expert_count):
         experts = experts - first
         elsewhere = (experts < 0) | (experts >= expert_count)
-        experts = experts.masked_fill(elsewhere, 0)  # computed, and not looked at
+        experts = experts.masked_fill(elsewhere, 0)  # computed, and not used
     blocks, block_rows = _block_grid(count * top_k, expert_count)
     block_expert, block_pairs, pair_row = _permutation(experts, expert_count, blocks, block_rows)
     rows = x.float().index_select(0, block_pairs // top_k).view(blocks, block_rows, hidden)

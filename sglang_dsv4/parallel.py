@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from sglang_dsv4.config import ConfigError, DSV4Config
+
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
@@ -55,3 +57,34 @@ class Parallel:
     @property
     def _group(self) -> int:
         return self.size // self.expert_parallel
+
+
+def check(config: DSV4Config, size: int, expert_parallel: int = 1) -> None:
+    """Raises ConfigError naming everything that so many ranks and groups cannot share evenly."""
+    config.check_tensor_parallel(size)
+    things = {"tensor parallel size": size, "n_routed_experts": config.n_routed_experts}
+    uneven = [f"{what} = {count}" for what, count in things.items() if count % expert_parallel]
+    if uneven:
+        raise ConfigError(
+            f"expert parallel size = {expert_parallel} is refused: must be a divisor of"
+            f" {', '.join(uneven)}"
+        )
+
+
+def tensor_parallel_sizes(config: DSV4Config, expert_parallel: int = 1) -> list[int]:
+    """Every number of ranks that can share the model evenly, its experts in so many groups."""
+    sizes = range(1, config.o_groups + 1)
+    return [size for size in sizes if _works(config, size, expert_parallel)]
+
+
+def expert_parallel_sizes(config: DSV4Config, size: int) -> list[int]:
+    """Every number of groups of so many ranks that can share the experts evenly."""
+    return [groups for groups in range(1, size + 1) if _works(config, size, groups)]
+
+
+def _works(config: DSV4Config, size: int, expert_parallel: int) -> bool:
+    try:
+        check(config, size, expert_parallel)
+    except ConfigError:
+        return False
+    return True

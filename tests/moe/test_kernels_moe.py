@@ -133,7 +133,9 @@ def test_no_output_of_other_experts_is_read(monkeypatch, scanned, dtype):
 def test_the_held_experts_are_sorted_alone(monkeypatch, counts):
     monkeypatch.setattr(grouped, "_MAX_SCANNED_PAIRS", 0)
     experts = torch.arange(5).repeat_interleave(torch.tensor(counts)).to(MACHINE.device)
-    blocks = grouped._find_blocks(grouped.Choices(experts[:, None], 3, 1), grouped._Dense.tiles(1, 4))
+    blocks = grouped._find_blocks(
+        grouped.Choices(experts[:, None], 3, 1), grouped._Dense.tiles(1, 4)
+    )
     assert blocks.starts.tolist() == [sum(counts[:expert]) for expert in range(1, 5)]
     held = slice(counts[0], sum(counts[:4]))
     assert blocks.order.tolist()[held] == list(range(len(experts)))[held]
@@ -236,8 +238,7 @@ def test_a_replayed_layer_equals_eager(weights, tokens):
         scored = kernels_triton.route_scored(logits, bias, top_k=6, scale=1.5)
         hashed = kernels_triton.route_hashed(logits, token_ids, table, scale=1.5)
         outputs = [
-            grouped.routed_experts(x, *routes, *weights, limit=10.0)
-            for routes in (scored, hashed)
+            grouped.routed_experts(x, *routes, *weights, limit=10.0) for routes in (scored, hashed)
         ]
         return *scored, *hashed, *outputs
 

@@ -145,7 +145,7 @@ def test_inputs_need_not_be_contiguous(run):
     assert_close(run(*strided, w13.mT.contiguous().mT, w2.mT.contiguous().mT), expected)
 
 
-@pytest.mark.parametrize("tokens", [1, 9, thorough(300)])
+@pytest.mark.parametrize("tokens", [1, 4, thorough(300)])
 def test_parts_of_the_experts_add_up(run, tokens):
     """Each expert held alone, any two neighbours, ... : a part is what the others would not add,
     and what two parts add, one after the other, is the whole."""

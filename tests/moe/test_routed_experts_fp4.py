@@ -115,7 +115,7 @@ def part_of(weight, first, end):
 
 
 @pytest.mark.parametrize("group", [NVFP4, MXFP4])
-@pytest.mark.parametrize("tokens", [1, 9, thorough(300)])
+@pytest.mark.parametrize("tokens", [1, 4, thorough(300)])
 def test_parts_of_the_experts_add_up(op, tokens, group):
     """Of a token whose experts are all elsewhere a part is the base, whatever the token is."""
     count, parts = 5, [(0, 1), (1, 4), (4, 5)]
