@@ -28,8 +28,7 @@ PARSERS = {
     "reasoning_parser": ("deepseek-v4", "reasoning"),
 }
 
-# Options that this version cannot honour, and the only value that it accepts of each: SGLang's
-# default. Some would otherwise do nothing, which is worse.
+# What this version cannot honour -> SGLang's default, all that it accepts: some would do nothing.
 UNSUPPORTED = {
     "attn_cp_size": 1,
     "attn_dp_size": 1,
@@ -80,8 +79,7 @@ def _stop(hook: str, reason: str) -> None:
         f"sglang-dsv4 {version('sglang-dsv4')}: hook {hook!r} does not fit SGLang "
         f"{version('sglang')}: {reason}\n"
         "The server stops here, because SGLang would go on with its built-in model. Install the "
-        "SGLang version that this plugin pins, or set SGLANG_PLUGINS=__none__ for the built-in "
-        "model."
+        "SGLang version that this plugin pins, or set SGLANG_PLUGINS=__none__ for that model."
     )
 
 
