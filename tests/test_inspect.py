@@ -483,9 +483,9 @@ def test_a_rank_with_whole_experts(tiny: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_more_ranks_with_as_many_groups_are_proposed(flash: Path) -> None:
-    small = Deployment(tensor_parallel=2, expert_parallel=2, device=50 * GIB, fraction=1)
+    small = Deployment(tensor_parallel=2, expert_parallel=2, device=100 * GIB, fraction=1)
     (refusal,) = Inspection(flash, small, headers=False).refused["memory"]
-    assert "--tp-size 4 would do" in refusal or "--tp-size 8 would do" in refusal
+    assert "--tp-size 8 would do: 66.5 GiB each" in refusal
 
 
 @pytest.mark.parametrize(
