@@ -198,7 +198,7 @@ def _share(slot: Slot, held: Parallel) -> tuple[int, ...]:
     shape = list(slot.shape)
     if slot.row.cut is not None:
         share = held.share if slot.expert is None else held.expert_width
-        shape[slot.row.cut] //= share.count
+        shape[slot.row.cut] //= share.parts
     return (shape[0] * slot.row.parts, *shape[1:])
 
 

@@ -173,7 +173,7 @@ def made_target(
         held,
         chosen=chosen.routed_experts,
         device=machine.device,
-        ranks=shared.expert_width.count,
+        ranks=shared.expert_width.parts,
     )
     return Target(
         config=config,

@@ -107,7 +107,7 @@ def parallel() -> Parallel:
         (group.rank_in_group, group.world_size)
         for group in (groups.tp_group, groups.moe_ep_group, groups.moe_tp_group)
     ]
-    ours = [found.share, found.experts, found.expert_width]
+    ours = [tuple(share) for share in (found.share, found.experts, found.expert_width)]
     if ours != theirs:
         raise RuntimeError(
             f"SGLang divides experts among ranks as {theirs}, expected {ours}: (rank, size) of all,"

@@ -14,16 +14,16 @@ def _alone(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Share(NamedTuple):
-    """One of `count` equal parts."""
+    """One of so many equal parts."""
 
-    index: int
-    count: int
+    part: int
+    parts: int
 
     def of(self, length: int) -> range:
         """Which of `length` things are this part."""
-        each, left = divmod(length, self.count)
-        assert not left, f"{length} cannot be divided by {self.count}"
-        return range(self.index * each, (self.index + 1) * each)
+        each, left = divmod(length, self.parts)
+        assert not left, f"{length} cannot be divided by {self.parts}"
+        return range(self.part * each, (self.part + 1) * each)
 
 
 @dataclass(frozen=True)

@@ -203,7 +203,7 @@ def assert_part(found: nn.Module, whole: nn.Module, parallel: Parallel) -> None:
         for part in ("codes", "scales"):
             expected = cut(getattr(all_of_it, part), parallel, dim, parts)
             assert torch.equal(getattr(mine, part), expected), (name, part)
-        expected = all_of_it.factors.chunk(parallel.expert_parallel)[parallel.experts.index]
+        expected = all_of_it.factors.chunk(parallel.expert_parallel)[parallel.experts.part]
         assert torch.equal(mine.factors, expected)
 
 

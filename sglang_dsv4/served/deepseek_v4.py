@@ -72,7 +72,7 @@ class DeepseekV4ForCausalLM(nn.Module):
             held,
             chosen=value,
             device=device,
-            ranks=self.parallel.expert_width.count,
+            ranks=self.parallel.expert_width.parts,
         )
 
     def _linear_storage(self, raw: dict[str, Any]) -> LinearStorage:
