@@ -21,7 +21,7 @@ from sglang_dsv4.backends import multiprocessors
 from sglang_dsv4.dequant import MXFP4_GROUP
 from sglang_dsv4.fp4 import FP4Matrices
 from sglang_dsv4.moe.kernels_triton import _swiglu
-from sglang_dsv4.moe.kernels_triton_experts import add_choices
+from sglang_dsv4.moe.kernels_triton_experts import Choices, add_choices
 
 # Rows of a block of one expert, and how full the blocks are on average before they grow.
 _BLOCK_ROWS, _FULL = (8, 16, 32, 48, 64), 0.9
@@ -41,17 +41,21 @@ def routed_experts_fp4(
     *,
     limit: float,
     base: torch.Tensor | None = None,
+    first: int = 0,
+    total: int | None = None,
 ) -> torch.Tensor:
     """`routed_experts` with matrices of four-bit values, which are exact in the products.
 
     What is not said here is as there. w13: E matrices [2 * I, D], w2: [D, I].
-    Both as `pack` leaves them, and x in BF16.
+    Both as `pack` leaves them, all experts, and x in BF16.
     """
     if not (w13.packed and w2.packed):
         raise ValueError("w13 and w2 must be packed: call pack on each, once, after loading")
     if x.dtype is not torch.bfloat16:
         raise ValueError(f"Marlin multiplies BF16, found {x.dtype}: take another provider")
     (tokens, top_k), (expert_count, hidden, width) = experts.shape, w2.shape
+    if total not in (None, expert_count):
+        raise ValueError(f"w2 holds {expert_count} of {total} experts: take another provider")
     result = torch.empty(tokens, hidden, dtype=torch.float32, device=x.device)
     pairs = tokens * top_k
     if pairs == 0:
@@ -72,7 +76,7 @@ def routed_experts_fp4(
     _multiply(activated, w2, outputs, order, weights, rows, 1)
     if _is_nvfp4(w2):  # in MXFP4 factors are 1
         weights = weights * w2.factors.view(-1)[experts]
-    add_choices(outputs, weights.contiguous(), result, base)
+    add_choices(outputs, weights.contiguous(), result, base, Choices(experts, expert_count))
     return result
 
 

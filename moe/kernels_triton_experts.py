@@ -35,20 +35,25 @@ def routed_experts(
     *,
     limit: float,
     base: torch.Tensor | None = None,
+    first: int = 0,
+    total: int | None = None,
 ) -> torch.Tensor:
     """The weighted sum, for every token, of its experts' outputs.
 
     x       [T, D] float: the tokens.
-    weights [T, k] fp32 and experts [T, k] int64 in 0..E-1: as a router returned them.
+    weights [T, k] fp32 and experts [T, k] int64: as a router returned them.
     w13     [E, 2 * I, D] float: gate rows, then up rows, of each expert.
     w2      [E, D, I] float: each expert's output projection.
     limit   see swiglu.
     base    [T, D] fp32: added to the sum, last.
+    first   and total: w13 and w2 hold the experts first..first+E-1 of so many, and the others add
+            nothing; None: they hold all.
     Returns [T, D] fp32. A token's result depends on no other token's values.
     """
     if not x.dtype == w13.dtype == w2.dtype:
         raise ValueError(f"x, w13 and w2 must share a dtype: {x.dtype}, {w13.dtype}, {w2.dtype}")
-    return weighted_sum(x, weights, experts, _Dense(w13), _Dense(w2), limit, base)
+    matrices = _Dense(w13), _Dense(w2)
+    return weighted_sum(x, weights, experts, *matrices, limit, base, first, total)
 
 
 class Grouped(Protocol):
@@ -88,15 +93,18 @@ def weighted_sum(
     w2: Grouped,
     limit: float,
     base: torch.Tensor | None,
+    first: int,
+    total: int | None,
 ) -> torch.Tensor:
     """routed_experts for matrices of any kind."""
-    (tokens, top_k), (expert_count, hidden, width) = experts.shape, w2.shape
+    (tokens, top_k), (held, hidden, width) = experts.shape, w2.shape
+    choices = Choices(experts.contiguous(), held, None if total in (None, held) else first)
     result = torch.empty(tokens, hidden, dtype=torch.float32, device=x.device)
     pairs = tokens * top_k
     if pairs == 0:
         return result.zero_() if base is None else result.copy_(base)
-    tiles = w13.tiles(pairs / expert_count, x.element_size())
-    blocks = _find_blocks(experts, expert_count, tiles)
+    tiles = w13.tiles(pairs / (total or held), x.element_size())
+    blocks = _find_blocks(choices, tiles)
     activated = torch.empty(pairs, width, dtype=x.dtype, device=x.device)
     w13.multiply(x.contiguous(), activated, blocks, tiles, top_k, limit)
     step = max(_OUTPUT_ELEMENTS // pairs // 128, 1) * 128
@@ -105,8 +113,21 @@ def weighted_sum(
         outputs = result.new_empty(pairs, min(step, hidden - first))
         w2.rows(columns).multiply(activated, outputs, blocks, tiles)
         part = None if base is None else base[:, columns]
-        add_choices(outputs, weights.contiguous(), result[:, columns], part)
+        add_choices(outputs, weights.contiguous(), result[:, columns], part, choices)
     return result
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Of each token: experts [T, k]. held: so many there are matrices of.
+
+    first: the number of the first of these, where there are others too, for which no program
+    computes or reads an output; None where there are none.
+    """
+
+    experts: torch.Tensor
+    held: int
+    first: int | None = None
 
 
 @dataclass(frozen=True)
@@ -127,40 +148,40 @@ class Tiles:
 class Blocks:
     """Where a program finds the rows of its block: at most `tiles.rows` pairs of one expert.
 
-    order  [pairs]: where `starts` is None, the pairs' experts (pair p is choice p % k of token
-           p // k), and block p is led by pair p; else the pairs, sorted by expert.
-    starts [experts] int32: the place in `order` of each expert's first pair.
-    count  at most so many blocks are not empty.
-    alone  whether every pair is a block of its own, as those of a single token are.
+    order   [pairs]: where `starts` is None, the pairs' experts (pair p is choice p % k of token
+            p // k), and block p is led by pair p; else the pairs, sorted by expert.
+    starts  [held] int32: the place in `order` of each expert's first pair, and where there are
+            other experts than those held, [held + 1]: also the place behind them.
+    count   at most so many blocks are not empty.
+    choices what was sorted.
     """
 
     order: torch.Tensor
     starts: torch.Tensor | None
     count: int
-    experts: int
-    alone: bool = False
+    choices: Choices
 
     @property
     def scanned(self) -> int:
         """Range of the search that each program does, 0 for none. Few variants, for compiling."""
         if self.starts is not None:
             return 0
-        if self.alone:
+        if self.choices.experts.shape[0] == 1:  # every pair is a block of its own
             return 1
         return 64 if self.count <= 64 else _MAX_SCANNED_PAIRS
 
 
-def _find_blocks(experts: torch.Tensor, expert_count: int, tiles: Tiles) -> Blocks:
-    pairs = experts.numel()
-    chosen = experts.contiguous()
+def _find_blocks(choices: Choices, tiles: Tiles) -> Blocks:
+    experts, pairs = choices.experts, choices.experts.numel()
     if pairs <= _MAX_SCANNED_PAIRS and tiles.rows <= 16:
-        return Blocks(chosen, None, pairs, expert_count, alone=experts.shape[0] == 1)
+        return Blocks(experts, None, pairs, choices)
     order = torch.empty(pairs, dtype=torch.int32, device=experts.device)
-    starts = torch.empty(expert_count, dtype=torch.int32, device=experts.device)
-    _sort_pairs_kernel[(expert_count,)](chosen, order, starts, pairs, BLOCK=1024)
+    ends = choices.held + (choices.first is not None)
+    starts = torch.empty(ends, dtype=torch.int32, device=experts.device)
+    _sort_pairs_kernel[(ends,)](experts, order, starts, pairs, choices.first, BLOCK=1024)
     # Each expert in use leaves at most `rows - 1` rows of its last block empty.
-    count = (pairs + min(pairs, expert_count) * (tiles.rows - 1)) // tiles.rows
-    return Blocks(order, starts, count, expert_count)
+    count = (pairs + min(pairs, choices.held) * (tiles.rows - 1)) // tiles.rows
+    return Blocks(order, starts, count, choices)
 
 
 class _Dense:
@@ -212,7 +233,8 @@ class _Dense:
             x.shape[1],
             *self.weight.stride(),
             limit if gated else 0.0,
-            EXPERTS=blocks.experts,
+            blocks.choices.first,
+            EXPERTS=blocks.choices.held,
             PAIRS=blocks.scanned,
             PAIRS_PER_ROW=pairs_per_row,
             GATED=gated,
@@ -229,9 +251,11 @@ def add_choices(
     outputs: torch.Tensor,
     weights: torch.Tensor,
     result: torch.Tensor,
-    base: torch.Tensor | None = None,
+    base: torch.Tensor | None,
+    choices: Choices,
 ) -> None:
-    """result[t] = base[t] + (sum over c of weights[t, c] * outputs[t * k + c], in this order)."""
+    """result[t] = base[t] + (sum over c of weights[t, c] * outputs[t * k + c], in this order, over
+    choices that are held)."""
     assert base is None or (base.shape, base.dtype) == (result.shape, torch.float32)
     assert base is None or base.stride(1) == 1
     tokens, top_k = weights.shape
@@ -246,6 +270,7 @@ def add_choices(
         result.stride(0),
         0 if base is None else base.stride(0),
         blocks,
+        *((None,) * 3 if choices.first is None else (choices.experts, choices.first, choices.held)),
         TOP_K=top_k,
         BLOCK=block,
     )
@@ -254,17 +279,22 @@ def add_choices(
 # ---- routed experts ----
 
 
-@triton.jit(do_not_specialize=["pairs"])
-def _sort_pairs_kernel(experts, order, starts, pairs, BLOCK: tl.constexpr):
-    """One expert a program: counts the pairs that go before its own, then lists these in order."""
+@triton.jit(do_not_specialize=["pairs", "first_held"])
+def _sort_pairs_kernel(experts, order, starts, pairs, first_held, BLOCK: tl.constexpr):
+    """One expert a program: counts the pairs that go before its own, then lists these in order.
+
+    first_held: of Choices; those before it go first, and nobody looks there.
+    """
     expert = tl.program_id(0)
+    if first_held is not None:
+        expert += first_held
     each = tl.arange(0, BLOCK)
     lower = tl.zeros((BLOCK,), tl.int32)
     for first in range(0, pairs, BLOCK):
         chosen = tl.load(experts + first + each, mask=first + each < pairs, other=expert)
         lower += (chosen < expert).to(tl.int32)
     place = tl.sum(lower, 0)
-    tl.store(starts + expert, place)
+    tl.store(starts + tl.program_id(0), place)
     for first in range(0, pairs, BLOCK):
         chosen = tl.load(experts + first + each, mask=first + each < pairs, other=-1)
         mine = (chosen == expert).to(tl.int32)
@@ -273,31 +303,54 @@ def _sort_pairs_kernel(experts, order, starts, pairs, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def scanned_block(experts, pairs, leader, PAIRS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The block that pair `leader` leads, if it does: expert, its pairs [BLOCK_M], their number.
+def scanned_block(
+    experts,
+    pairs,
+    leader,
+    first_held,
+    EXPERTS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """The block that pair `leader` leads, if it does: the place of its expert among those held, its
+    pairs [BLOCK_M], their number.
 
     Every BLOCK_M-th pair of an expert leads a block.
     """
     expert = tl.load(experts + leader)
+    if first_held is None:
+        place = expert
+    else:
+        place = expert - first_held
+        held = (place >= 0) & (place < EXPERTS)
     if PAIRS == 1:
-        return expert, tl.full((BLOCK_M,), leader, tl.int32), 1
+        alone = tl.full((BLOCK_M,), leader, tl.int32)
+        if first_held is None:
+            return place, alone, 1
+        else:
+            return place, alone, held.to(tl.int32)
     every = tl.arange(0, PAIRS)
     mine = tl.load(experts + every, mask=every < pairs, other=-1) == expert
     rank = tl.cumsum(mine.to(tl.int32), 0) - 1
     first = tl.sum((mine & (every < leader)).to(tl.int32), 0)
     count = tl.minimum(tl.sum(mine.to(tl.int32), 0) - first, BLOCK_M)
+    if first_held is not None:
+        count = tl.where(held, count, 0)
     wanted = first + tl.arange(0, BLOCK_M)
     found = mine[None, :] & (rank[None, :] == wanted[:, None])
     pair = tl.sum(tl.where(found, every[None, :], 0), 1)
-    return expert, pair, tl.where(first % BLOCK_M == 0, count, 0)
+    return place, pair, tl.where(first % BLOCK_M == 0, count, 0)
 
 
 @triton.jit
-def sorted_block(order, starts, pairs, block, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Block number `block` of the sorted pairs: expert, its pairs [BLOCK_M], their number."""
+def sorted_block(
+    order, starts, pairs, block, first_held, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr
+):
+    """Block number `block` of the sorted pairs: as `scanned_block`."""
+    ENDS: tl.constexpr = EXPERTS if first_held is None else EXPERTS + 1  # how long starts is
     every = tl.arange(0, _least_power(EXPERTS))
     start = tl.load(starts + every, mask=every < EXPERTS, other=pairs)
-    end = tl.load(starts + every + 1, mask=every + 1 < EXPERTS, other=pairs)
+    end = tl.load(starts + every + 1, mask=every + 1 < ENDS, other=pairs)
     blocks = (end - start + (BLOCK_M - 1)) // BLOCK_M
     last = tl.cumsum(blocks, 0)
     expert = tl.sum((last <= block).to(tl.int32), 0)
@@ -311,7 +364,7 @@ def sorted_block(order, starts, pairs, block, EXPERTS: tl.constexpr, BLOCK_M: tl
     return expert, pair, count
 
 
-@triton.jit(do_not_specialize=["pairs"])
+@triton.jit(do_not_specialize=["pairs", "first_held"])
 def _grouped_product_kernel(
     x,
     weight,
@@ -325,6 +378,7 @@ def _grouped_product_kernel(
     weight_row,
     weight_column,
     limit,
+    first_held,
     EXPERTS: tl.constexpr,
     PAIRS: tl.constexpr,
     PAIRS_PER_ROW: tl.constexpr,
@@ -342,9 +396,13 @@ def _grouped_product_kernel(
     tiles = tl.cdiv(width, BLOCK_N)
     block = tl.program_id(0) // tiles
     if PAIRS > 0:
-        expert, pair, count = scanned_block(order, pairs, block, PAIRS, BLOCK_M)
+        expert, pair, count = scanned_block(
+            order, pairs, block, first_held, EXPERTS, PAIRS, BLOCK_M
+        )
     else:
-        expert, pair, count = sorted_block(order, starts, pairs, block, EXPERTS, BLOCK_M)
+        expert, pair, count = sorted_block(
+            order, starts, pairs, block, first_held, EXPERTS, BLOCK_M
+        )
     if count <= 0:
         return
     pair = pair.to(tl.int64)
@@ -379,7 +437,7 @@ def _grouped_product_kernel(
     tl.store(out + pair[:, None] * width + column[None, :], total, mask=stored)
 
 
-@triton.jit(do_not_specialize=["blocks"])
+@triton.jit(do_not_specialize=["blocks", "first_held", "held"])
 def _add_choices_kernel(
     outputs,
     weights,
@@ -389,6 +447,9 @@ def _add_choices_kernel(
     result_stride,
     base_stride,
     blocks,
+    experts,
+    first_held,
+    held,
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -400,8 +461,14 @@ def _add_choices_kernel(
     total = tl.zeros((BLOCK,), tl.float32)
     for choice in tl.static_range(TOP_K):
         pair = token * TOP_K + choice
-        output = tl.load(outputs + pair * width + column, mask=inside, other=0.0)
-        total += tl.load(weights + pair) * output
+        if experts is None:
+            output = tl.load(outputs + pair * width + column, mask=inside, other=0.0)
+            total += tl.load(weights + pair) * output
+        else:  # outputs of other experts were never written
+            place = tl.load(experts + pair) - first_held
+            computed = (place >= 0) & (place < held)
+            output = tl.load(outputs + pair * width + column, mask=inside & computed, other=0.0)
+            total += tl.load(weights + pair, mask=computed, other=0.0) * output
     if base is not None:
         total += tl.load(base + token * base_stride + column, mask=inside, other=0.0)
     tl.store(result + token * result_stride + column, total, mask=inside)

@@ -43,6 +43,8 @@ def routed_experts_fp4(
     *,
     limit: float,
     base: torch.Tensor | None = None,
+    first: int = 0,
+    total: int | None = None,
 ) -> torch.Tensor:
     """`routed_experts` with matrices of four-bit values, which are exact in the products.
 
@@ -51,7 +53,8 @@ def routed_experts_fp4(
     """
     if not (w13.packed and w2.packed):
         raise ValueError("w13 and w2 must be packed: call pack on each, once, after loading")
-    return weighted_sum(x, weights, experts, _FP4(w13), _FP4(w2), limit, base)
+    matrices = _FP4(w13), _FP4(w2)
+    return weighted_sum(x, weights, experts, *matrices, limit, base, first, total)
 
 
 class _FP4:
@@ -107,7 +110,8 @@ class _FP4:
             self.codes.stride(0) // 4,
             self.scales.stride(0) // 2,
             limit if gated else 0.0,
-            EXPERTS=blocks.experts,
+            blocks.choices.first,
+            EXPERTS=blocks.choices.held,
             PAIRS=blocks.scanned,
             PAIRS_PER_ROW=pairs_per_row,
             GATED=gated,
@@ -121,7 +125,7 @@ class _FP4:
         )
 
 
-@triton.jit(do_not_specialize=["pairs"])
+@triton.jit(do_not_specialize=["pairs", "first_held"])
 def _grouped_product_fp4_kernel(
     x,
     codes,
@@ -136,6 +140,7 @@ def _grouped_product_fp4_kernel(
     codes_expert,
     scales_expert,
     limit,
+    first_held,
     EXPERTS: tl.constexpr,
     PAIRS: tl.constexpr,
     PAIRS_PER_ROW: tl.constexpr,
@@ -152,9 +157,13 @@ def _grouped_product_fp4_kernel(
     tiles = tl.cdiv(width, COLUMNS)
     block = tl.program_id(0) // tiles
     if PAIRS > 0:
-        expert, pair, count = scanned_block(order, pairs, block, PAIRS, BLOCK_M)
+        expert, pair, count = scanned_block(
+            order, pairs, block, first_held, EXPERTS, PAIRS, BLOCK_M
+        )
     else:
-        expert, pair, count = sorted_block(order, starts, pairs, block, EXPERTS, BLOCK_M)
+        expert, pair, count = sorted_block(
+            order, starts, pairs, block, first_held, EXPERTS, BLOCK_M
+        )
     if count <= 0:
         return
     expert, pair = expert.to(tl.int64), pair.to(tl.int64)

@@ -1,4 +1,4 @@
-"""The MoE layer: router, routed experts, shared expert; with tensor parallelism by expert width.
+"""The MoE layer: router, routed experts, shared expert; divided among ranks by width and expert.
 
 Source: the DeepSeek-V4 paper, section 2.1. Parameters carry the checkpoint's names; the gate (w1)
 and up (w3) rows of every expert are stacked as w13.
@@ -18,7 +18,8 @@ from sglang_dsv4.parameters import Stack, tensor
 class MoE(nn.Module):
     """Routed experts plus the shared expert.
 
-    Every rank holds all experts, and of each its own `moe_intermediate_size / size` inner channels.
+    Each rank holds its own inner channels of the shared expert, and of all routed experts or, with
+    expert parallelism, its own channels of its own experts. Every rank routes every token.
     """
 
     def __init__(
@@ -30,14 +31,13 @@ class MoE(nn.Module):
         expert_group: int | None = None,
         kept: KeptLinears = ALL_DENSE,
     ) -> None:
-        """config: its moe_intermediate_size is a multiple of the number of ranks.
+        """config, parallel: as `parallel.check` wants them.
 
         expert_group: values that share a scale where the routed experts lie in memory in four bits
         (16 or 32), None where they are dense. kept: of the shared expert's matrices.
         """
         super().__init__()
-        width = config.moe_intermediate_size // parallel.size
-        assert width * parallel.size == config.moe_intermediate_size
+        width = len(parallel.share.of(config.moe_intermediate_size))
         self.parallel = parallel
         hashed = layer_id < config.num_hash_layers
         linears, rows = Linears(ops, kept), {"gate.weight": config.n_routed_experts}
@@ -45,7 +45,7 @@ class MoE(nn.Module):
             rows["shared_experts.w13"] = 2 * width
         self.ops, self.inputs = ops, Stack(config.hidden_size, rows)
         self.gate = HashRouter(config, ops) if hashed else ScoredRouter(config, ops)
-        self.experts = RoutedExperts(config, width, ops, expert_group)
+        self.experts = RoutedExperts(config, parallel, ops, expert_group)
         self.shared_experts = SharedExpert(config, width, ops, linears)
 
     def forward(self, x: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
@@ -99,16 +99,18 @@ class HashRouter(nn.Module):
 
 
 class RoutedExperts(nn.Module):
-    """This rank's slice of the experts that a router chooses from."""
+    """This rank's part of the experts that a router chooses from."""
 
     w13: torch.Tensor | FP4Matrices
     w2: torch.Tensor | FP4Matrices
 
-    def __init__(self, config: DSV4Config, width: int, ops: Ops, group: int | None) -> None:
-        """group: see MoE; hidden_size and width are multiples of it."""
+    def __init__(self, config: DSV4Config, parallel: Parallel, ops: Ops, group: int | None) -> None:
+        """group: see MoE; hidden_size and a rank's width are multiples of it."""
         super().__init__()
         self.limit = config.swiglu_limit
-        experts, hidden = config.n_routed_experts, config.hidden_size
+        self.total, held = config.n_routed_experts, parallel.experts.of(config.n_routed_experts)
+        width = len(parallel.expert_width.of(config.moe_intermediate_size))
+        self.first, experts, hidden = held.start, len(held), config.hidden_size
         if group is None:
             self.op = ops.routed_experts
             self.w13 = tensor(experts, 2 * width, hidden)
@@ -127,7 +129,17 @@ class RoutedExperts(nn.Module):
     ) -> torch.Tensor:
         """x [T, D], weights [T, k], experts [T, k], base [T, D] fp32 -> [T, D] fp32: base and this
         rank's part of the sum."""
-        return self.op(x, weights, experts, self.w13, self.w2, limit=self.limit, base=base)
+        return self.op(
+            x,
+            weights,
+            experts,
+            self.w13,
+            self.w2,
+            limit=self.limit,
+            base=base,
+            first=self.first,
+            total=self.total,
+        )
 
 
 class SharedExpert(nn.Module):

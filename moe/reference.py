@@ -78,19 +78,23 @@ def routed_experts(
     *,
     limit: float,
     base: torch.Tensor | None = None,
+    first: int = 0,
+    total: int | None = None,
 ) -> torch.Tensor:
     """The weighted sum, for every token, of its experts' outputs.
 
     x       [T, D] float: the tokens.
-    weights [T, k] fp32 and experts [T, k] int64 in 0..E-1: as a router returned them.
+    weights [T, k] fp32 and experts [T, k] int64: as a router returned them.
     w13     [E, 2 * I, D] float: gate rows, then up rows, of each expert.
     w2      [E, D, I] float: each expert's output projection.
     limit   see swiglu.
     base    [T, D] fp32: added to the sum, last.
+    first   and total: w13 and w2 hold the experts first..first+E-1 of so many, and the others add
+            nothing; None: they hold all.
     Returns [T, D] fp32. A token's result depends on no other token's values.
     """
     gather13, gather2 = partial(_gather, w13), partial(_gather, w2)
-    return _experts(x, weights, experts, gather13, gather2, w13.shape, limit, base)
+    return _experts(x, weights, experts, (gather13, gather2), w13.shape, limit, base, first, total)
 
 
 def routed_experts_fp4(
@@ -102,13 +106,15 @@ def routed_experts_fp4(
     *,
     limit: float,
     base: torch.Tensor | None = None,
+    first: int = 0,
+    total: int | None = None,
 ) -> torch.Tensor:
     """`routed_experts` with matrices of four-bit values, which are exact in the products.
 
     What is not said here is as there. w13: E matrices [2 * I, D], w2: [D, I].
     """
     gather13, gather2 = partial(_gather_fp4, w13), partial(_gather_fp4, w2)
-    return _experts(x, weights, experts, gather13, gather2, w13.shape, limit, base)
+    return _experts(x, weights, experts, (gather13, gather2), w13.shape, limit, base, first, total)
 
 
 _Gather = Callable[[torch.Tensor], torch.Tensor]
@@ -118,26 +124,35 @@ def _experts(
     x: torch.Tensor,
     weights: torch.Tensor,
     experts: torch.Tensor,
-    gather13: _Gather,
-    gather2: _Gather,
+    gathers: tuple[_Gather, _Gather],
     shape13: tuple[int, ...],
     limit: float,
     base: torch.Tensor | None,
+    first: int,
+    total: int | None,
 ) -> torch.Tensor:
-    """routed_experts, where gather13 and gather2 make fp32 copies of some experts' matrices."""
+    """routed_experts, where gathers make fp32 copies of some experts' matrices, w13's and w2's."""
     (count, top_k), hidden = experts.shape, x.shape[1]
-    expert_count, wide = shape13[:2]
+    (expert_count, wide), (gather13, gather2) = shape13[:2], gathers
+    elsewhere = None
+    if total not in (None, expert_count):
+        experts = experts - first
+        elsewhere = (experts < 0) | (experts >= expert_count)
+        experts = experts.masked_fill(elsewhere, 0)  # computed, and not used
     blocks, block_rows = _block_grid(count * top_k, expert_count)
     block_expert, block_pairs, pair_row = _permutation(experts, expert_count, blocks, block_rows)
     rows = x.float().index_select(0, block_pairs // top_k).view(blocks, block_rows, hidden)
     outputs = rows.new_empty(blocks, block_rows, hidden)
     step = max(1, _GATHERED_ELEMENTS // (wide * hidden))
-    for first in range(0, blocks, step):
-        chunk = slice(first, first + step)
+    for block in range(0, blocks, step):
+        chunk = slice(block, block + step)
         gate_up = torch.bmm(rows[chunk], gather13(block_expert[chunk]).mT)
         activated = swiglu(gate_up, limit=limit)
         torch.bmm(activated, gather2(block_expert[chunk]).mT, out=outputs[chunk])
     of_token = outputs.view(-1, hidden).index_select(0, pair_row).view(count, top_k, hidden)
+    if elsewhere is not None:
+        of_token = of_token.masked_fill(elsewhere.unsqueeze(2), 0)
+        weights = weights.masked_fill(elsewhere, 0)
     result = torch.bmm(weights.unsqueeze(1), of_token).squeeze(1)
     return result if base is None else base + result
 

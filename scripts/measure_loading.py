@@ -24,10 +24,11 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from sglang_dsv4 import cli_make_tiny, tiny_formats, tiny_weights, weights
+from sglang_dsv4 import cli_make_tiny, parallel, tiny_formats, tiny_weights, weights
 from sglang_dsv4.checkpoint import BYTES, INDEX_FILE
 from sglang_dsv4.config import DSV4Config
 from sglang_dsv4.formats import DTYPE_NAMES
+from sglang_dsv4.parallel import Parallel
 from sglang_dsv4.tensor_table import Kept, Slot, expected_tensors
 
 EXAMPLES = """\
@@ -165,15 +166,16 @@ class Parameters(nn.Module):
     than the memory can be loaded; nothing else in loading differs.
     """
 
-    def __init__(self, config: DSV4Config, ranks: int, *, sink: bool) -> None:
+    def __init__(self, config: DSV4Config, held: Parallel, *, sink: bool) -> None:
         super().__init__()
         made = {slot.parameter: slot for slot in expected_tensors(config).values()}
-        largest = max(math.prod(_share(slot, ranks)) for slot in made.values())
+        largest = max(math.prod(_share(slot, held)) for slot in made.values())
+        experts = len(held.experts.of(config.n_routed_experts))
         buffer = torch.ones(largest * 4 if sink else 0, dtype=torch.uint8)
         for name, slot in made.items():
             kept = {Kept.FP32: torch.float32, Kept.INT64: torch.int64}
-            dtype, shape = kept.get(slot.row.kept, torch.bfloat16), _share(slot, ranks)
-            stack = () if slot.expert is None else (config.n_routed_experts,)
+            dtype, shape = kept.get(slot.row.kept, torch.bfloat16), _share(slot, held)
+            stack = () if slot.expert is None else (experts,)
             if sink:
                 size = math.prod(shape) * dtype.itemsize
                 values = buffer[:size].view(dtype).view(shape).expand(*stack, *shape)
@@ -191,11 +193,12 @@ class Parameters(nn.Module):
                 owner.register_parameter(leaf, nn.Parameter(values, requires_grad=False))
 
 
-def _share(slot: Slot, ranks: int) -> tuple[int, ...]:
+def _share(slot: Slot, held: Parallel) -> tuple[int, ...]:
     """The shape of one matrix of a parameter on one of the ranks."""
     shape = list(slot.shape)
     if slot.row.cut is not None:
-        shape[slot.row.cut] //= ranks
+        share = held.share if slot.expert is None else held.expert_width
+        shape[slot.row.cut] //= share.parts
     return (shape[0] * slot.row.parts, *shape[1:])
 
 
@@ -294,15 +297,18 @@ def measure(folder: Path, arguments: argparse.Namespace, config: DSV4Config) -> 
         "files": len(files),
         "largest_file": max(file.stat().st_size for file in files),
         "ranks": arguments.ranks,
+        "expert_parallel": arguments.expert_parallel,
         "reader": arguments.reader,
         "sink": arguments.sink,
     }
-    model = Parameters(config, arguments.ranks, sink=arguments.sink)
+    ranks = {"rank": 0, "size": arguments.ranks, "expert_parallel": arguments.expert_parallel}
+    parallel.check(config, arguments.ranks, arguments.expert_parallel)
+    model = Parameters(config, Parallel(**ranks), sink=arguments.sink)
 
     stream = READERS[arguments.reader]()
 
     def load() -> None:
-        weights.load(model, stream(files), config, rank=0, size=arguments.ranks, total_bytes=size)
+        weights.load(model, stream(files), config, **ranks, total_bytes=size)
 
     runs: dict[str, Callable[[], None]] = {
         "disk alone": lambda: read_raw(files),
@@ -349,6 +355,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--keep", type=Path, metavar="DIR", help="where to write it, or find it, and to leave it")
     add("--sink", action="store_true", help="one buffer for all parameters")
     add("--ranks", type=int, default=1, help="ranks that share the model (default: 1)")
+    add("--expert-parallel", type=int, default=1, help="groups of ranks for experts (default: 1)")
     add("--reader", choices=READERS, default="mapped", help="the stream (default: mapped)")
     add("--threads", type=int, default=1, help="threads that compute (default: 1)")
     add("--cache-gigabytes", type=float, default=4.0, help="up to this, also from memory (4)")

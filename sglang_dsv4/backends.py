@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from sglang_dsv4.fp4 import FP4Matrices, FP4Matrix
-from sglang_dsv4.settings import parse_assignments
+from sglang_dsv4.settings import SettingsError, parse_assignments
 
 VARIABLE = "SGLANG_DSV4_OPS"
 
@@ -134,6 +134,7 @@ _EXPERTS_FP4 = (
     _MOE[-1],
 )
 _EXPERTS = (_triton("sglang_dsv4.moe.kernels_triton_experts"), _MOE[-1])
+WITH_ALL_EXPERTS = frozenset({"marlin"})  # providers that cannot skip those of other ranks
 
 # op -> providers, best first
 PROVIDERS: Mapping[str, tuple[Provider, ...]] = MappingProxyType(
@@ -198,14 +199,14 @@ class Ops:
         return [f"{op}: {provider}" for op, provider in self.providers.items()]
 
 
-def choose(machine: Machine, named: str = "") -> Ops:
+def choose(machine: Machine, named: str = "", *, expert_parallel: int = 1) -> Ops:
     """Pick a provider for every op: the named one, else the best that this machine can run.
 
     named: "op=provider,...", where "all" stands for every op that is not named itself. On a GPU the
-    reference is only taken where it is named. Raises SettingsError for an unknown op or provider,
-    RuntimeError where nothing can run.
+    reference is only taken where it is named. expert_parallel: see `Parallel`. Raises SettingsError
+    for an unknown op or provider, RuntimeError where nothing can run.
     """
-    requested = parse(named)
+    requested = parse(named, expert_parallel)
     default = requested.get("all")
     chosen = {op: _pick(op, machine, requested.get(op, default)) for op in PROVIDERS}
     functions = {
@@ -239,11 +240,18 @@ def pack_weights(ops: Ops, model: nn.Module) -> None:
                 module.pack(part)
 
 
-def parse(named: str) -> dict[str, str]:
-    """Reads "op=provider,..." into op -> provider name; raises SettingsError for unknown names."""
+def parse(named: str, expert_parallel: int = 1) -> dict[str, str]:
+    """Reads "op=provider,..." into op -> provider name; raises SettingsError for unknown names, and
+    for a provider that cannot do with some of the experts."""
     known = {op: tuple(provider.name for provider in PROVIDERS[op]) for op in PROVIDERS}
     every = tuple(dict.fromkeys(name for names in known.values() for name in names))
-    return parse_assignments(VARIABLE, named, {"all": every, **known})
+    chosen = parse_assignments(VARIABLE, named, {"all": every, **known})
+    if expert_parallel > 1 and WITH_ALL_EXPERTS & {*chosen.values()}:
+        raise SettingsError(
+            f"{VARIABLE}: {' and '.join(sorted(WITH_ALL_EXPERTS))} needs all experts on every rank:"
+            " leave it out, or --ep-size"
+        )
+    return chosen
 
 
 def _pick(op: str, machine: Machine, name: str | None) -> Provider:

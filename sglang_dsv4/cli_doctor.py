@@ -69,6 +69,9 @@ def add_parser(
     parser.add_argument(
         "--tp", metavar="N", type=_positive, default=1, help="tensor-parallel ranks (default: 1)"
     )
+    parser.add_argument(
+        "--ep", metavar="N", type=_positive, default=1, help="expert-parallel ranks (default: 1)"
+    )
     return parser
 
 
@@ -85,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
         print("checking, this can take half a minute ...", file=sys.stderr)
     # Imports of SGLang log and warn; here they would bury the answer.
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        rows = check_all(arguments.checkpoint, arguments.tp)
+        rows = check_all(arguments.checkpoint, arguments.tp, arguments.ep)
     failed = any(row.status == "fail" for row in rows)
     if arguments.json:
         print(json.dumps({"ok": not failed, "rows": [asdict(row) for row in rows]}))
@@ -94,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
     return CHECK_FAILED if failed else 0
 
 
-def check_all(checkpoint: Path | None, ranks: int = 1) -> list[Row]:
+def check_all(checkpoint: Path | None, ranks: int = 1, expert_parallel: int = 1) -> list[Row]:
     """Every check in order; one that breaks down is a failed row, not the end of the others."""
     checks: list[tuple[str, Callable[[], list[Row]]]] = [
         ("versions", check_versions),
@@ -107,7 +110,7 @@ def check_all(checkpoint: Path | None, ranks: int = 1) -> list[Row]:
     ]
     if checkpoint is not None:
         checks += [
-            ("checkpoint", lambda: check_checkpoint(checkpoint, ranks)),
+            ("checkpoint", lambda: check_checkpoint(checkpoint, ranks, expert_parallel)),
             ("tokenizer", lambda: check_tokenizer(checkpoint)),
             ("options", check_options),
         ]

@@ -178,7 +178,8 @@ def _deployment(arguments: argparse.Namespace) -> "Deployment":
 
 def report(found: "Inspection") -> dict[str, Any]:
     """All that is known, ready for JSON; what needs a config that can be read is left out."""
-    from sglang_dsv4.inspection import Verdict, config_dialect, tensor_parallel_sizes
+    from sglang_dsv4.inspection import Verdict, config_dialect
+    from sglang_dsv4.parallel import expert_parallel_sizes, tensor_parallel_sizes
 
     said: dict[str, Any] = {
         "path": str(found.folder),
@@ -193,7 +194,9 @@ def report(found: "Inspection") -> dict[str, Any]:
     if found.config is not None:
         total, active = found.parameters
         said |= {"parameters": total, "active_parameters": active}
+        ranks = found.deployment.tensor_parallel
         said["tensor_parallel_sizes"] = tensor_parallel_sizes(found.config)
+        said["expert_parallel_sizes"] = expert_parallel_sizes(found.config, ranks)
     if found.survey is not None:
         said |= _holds(found)
     if found.plan is not None:
@@ -244,6 +247,7 @@ def _memory(plan: "Plan", deployment: "Deployment") -> dict[str, Any]:
         }
     return {
         "tensor_parallel": deployment.tensor_parallel,
+        "expert_parallel": deployment.expert_parallel,
         "device_bytes": plan.device,
         "usable_bytes": plan.usable if plan.device is not None else None,
         "weight_bytes": plan.weights,
@@ -281,8 +285,9 @@ def _table(rows: dict[str, str]) -> list[str]:
 
 
 def _checkpoint(found: "Inspection") -> dict[str, str]:
-    from sglang_dsv4.inspection import config_dialect, tensor_parallel_sizes
+    from sglang_dsv4.inspection import config_dialect
     from sglang_dsv4.ledger import counted
+    from sglang_dsv4.parallel import expert_parallel_sizes, tensor_parallel_sizes
 
     rows = {"config.json": config_dialect(found.folder)}
     survey = found.survey
@@ -299,6 +304,9 @@ def _checkpoint(found: "Inspection") -> dict[str, str]:
         total, active = found.parameters
         rows["parameters"] = f"{total:,}, of which a token uses {active:,}"
         rows["sizes of --tp"] = ", ".join(map(str, tensor_parallel_sizes(found.config)))
+        ranks = found.deployment.tensor_parallel
+        groups = ", ".join(map(str, expert_parallel_sizes(found.config, ranks))) or "none"
+        rows["sizes of --ep"] = f"{groups} (--tp {ranks})"
     return rows
 
 
@@ -325,8 +333,10 @@ def _numbers(*numbers: int) -> list[str]:
 def _device(plan: "Plan", deployment: "Deployment") -> str:
     from sglang_dsv4.memory_plan import GIB
 
-    ranks = deployment.tensor_parallel
+    ranks, groups = deployment.tensor_parallel, deployment.expert_parallel
     whose = f"memory of one of {ranks} ranks" if ranks > 1 else "memory of the one rank"
+    if groups > 1:
+        whose += f", experts in {groups} groups"
     if plan.device is None:
         return f"{whose} (of which device? --gpu NAME, or --memory-gib X)"
     there = f"{deployment.device_name}, {plan.device / GIB:.1f} GiB"

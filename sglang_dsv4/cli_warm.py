@@ -37,6 +37,7 @@ _EXAMPLES = """\
 examples:
   sglang-dsv4 warm /models/DeepSeek-V4-Flash
   sglang-dsv4 warm --config flash --tp-size 8
+  sglang-dsv4 warm --config flash --tp-size 8 --ep-size 4
   sglang-dsv4 warm --config nano --json
 """
 # name -> preset of make-tiny, and what the full model has more of; nano is in the package.
@@ -66,6 +67,7 @@ def add_parser(
     model.add_argument("checkpoint", metavar="CKPT", type=Path, nargs="?", help="a checkpoint")
     model.add_argument("--config", choices=(*CONFIGS, "nano"), help="a model by name")
     parser.add_argument("--tp-size", type=int, default=1, metavar="N", help="(default: 1)")
+    parser.add_argument("--ep-size", type=int, default=1, metavar="N", help="(default: 1)")
     parser.add_argument(
         "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="(default: bfloat16)"
     )
@@ -76,10 +78,11 @@ def add_parser(
 
 
 def run(arguments: argparse.Namespace) -> int:
-    config = chosen_config(arguments.checkpoint, arguments.config)
-    config.check_tensor_parallel(arguments.tp_size)
+    from sglang_dsv4 import parallel
     from sglang_dsv4.backends import Machine
 
+    config = chosen_config(arguments.checkpoint, arguments.config)
+    parallel.check(config, arguments.tp_size, arguments.ep_size)
     machine = Machine.probe()
     if machine.device == "cpu":
         if arguments.json:
@@ -166,18 +169,19 @@ def made_target(
     if not 1 <= context <= longest:
         raise SettingsError(f"--context-length {context}: the model has 1 to {longest} tokens")
     chosen = precision.parse(settings.precision)
+    shared = Parallel(size=arguments.tp_size, expert_parallel=arguments.ep_size)
     storage = expert_storage.decide(
         config,
         held,
         chosen=chosen.routed_experts,
         device=machine.device,
-        ranks=arguments.tp_size,
+        ranks=shared.expert_width.parts,
     )
     return Target(
         config=config,
-        ops=choose(machine, settings.ops),
+        ops=choose(machine, settings.ops, expert_parallel=shared.expert_parallel),
         precision=chosen,
-        parallel=Parallel(size=arguments.tp_size),
+        parallel=shared,
         context=context,
         dtype=getattr(torch, arguments.dtype),
         expert_groups=storage.groups,

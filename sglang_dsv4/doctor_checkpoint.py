@@ -41,7 +41,7 @@ def machine_memory(machine: "Machine") -> int:
     return torch.cuda.mem_get_info()[1]
 
 
-def check_checkpoint(folder: Path, ranks: int = 1) -> list[Row]:
+def check_checkpoint(folder: Path, ranks: int = 1, expert_parallel: int = 1) -> list[Row]:
     """What `inspect` finds, for `ranks` ranks on the devices of this machine."""
     from sglang_dsv4.backends import Machine
     from sglang_dsv4.inspection import Deployment, Inspection
@@ -50,6 +50,7 @@ def check_checkpoint(folder: Path, ranks: int = 1) -> list[Row]:
     chosen = precision.parse(Settings.read().precision)
     deployment = Deployment(
         tensor_parallel=ranks,
+        expert_parallel=expert_parallel,
         device=machine_memory(machine),
         device_name=f"this machine's {machine.name}",
         shared=machine.capability is None,
@@ -103,14 +104,15 @@ def _draft_head(found: "Inspection") -> Row:
 
 
 def _ranks(found: "Inspection") -> Row:
-    from sglang_dsv4.inspection import tensor_parallel_sizes
+    from sglang_dsv4.parallel import tensor_parallel_sizes
 
     assert found.config is not None
     if refused := found.refused["ranks"]:
         return Row("tensor parallel", "fail", refused[0])
     sizes = ", ".join(map(str, tensor_parallel_sizes(found.config)))
-    ranks = found.deployment.tensor_parallel
-    return Row("tensor parallel", "ok", f"{ranks}; sizes that work: {sizes}")
+    ranks, groups = found.deployment.tensor_parallel, found.deployment.expert_parallel
+    experts = f", experts in {groups} groups" if groups > 1 else ""
+    return Row("tensor parallel", "ok", f"{ranks}{experts}; sizes that work: {sizes}")
 
 
 def _experts(found: "Inspection") -> Row:

@@ -39,7 +39,7 @@ class ExpertStorage:
 def decide(
     config: DSV4Config, held: HeldByLayer, *, chosen: str, device: str, ranks: int
 ) -> ExpertStorage:
-    """What one of `ranks` ranks keeps in four bits.
+    """What a rank keeps in four bits, where `ranks` ranks divide the width of an expert.
 
     held: the formats of each layer's experts; layers that hold dense experts may be left out.
     chosen: value of the component routed_experts. "auto" keeps four bits where kernels multiply

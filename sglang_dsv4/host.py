@@ -15,17 +15,13 @@ import torch
 from sglang.srt.arg_groups.model_override_base import resolving_view
 from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.distributed.communication_op import tensor_model_parallel_all_reduce
-from sglang.srt.distributed.parallel_state import (
-    get_tensor_model_parallel_rank,
-    get_tensor_model_parallel_world_size,
-)
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend as AttentionBackend
 from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.mem_cache import deepseek_v4_memory_pool as host_pool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.forward_context import get_attn_backend
 from sglang.srt.model_executor.pool_configurator import DSV4PoolConfigurator
-from sglang.srt.runtime_context import get_device, get_model, get_schedule
+from sglang.srt.runtime_context import get_device, get_model, get_parallel, get_schedule
 from sglang.srt.utils import get_device_memory_capacity
 from sglang.srt.utils.hf_transformers.common import _CONFIG_REGISTRY
 
@@ -99,12 +95,25 @@ def loads_dummies() -> bool:
 
 
 def parallel() -> Parallel:
-    """The tensor-parallel group of this process."""
-    return Parallel(
-        rank=get_tensor_model_parallel_rank(),
-        size=get_tensor_model_parallel_world_size(),
+    """The groups of this process. Raises RuntimeError where the host numbers ranks otherwise."""
+    groups = get_parallel()
+    found = Parallel(
+        rank=groups.tp_rank,
+        size=groups.tp_size,
         all_reduce=tensor_model_parallel_all_reduce,
+        expert_parallel=groups.moe_ep_size,
     )
+    theirs = [
+        (group.rank_in_group, group.world_size)
+        for group in (groups.tp_group, groups.moe_ep_group, groups.moe_tp_group)
+    ]
+    ours = [tuple(share) for share in (found.share, found.experts, found.expert_width)]
+    if ours != theirs:
+        raise RuntimeError(
+            f"SGLang divides experts among ranks as {theirs}, expected {ours}: (rank, size) of all,"
+            " of groups, within a group"
+        )
+    return found
 
 
 def just_in_time() -> list[tuple[str, Callable[[], Any]]]:

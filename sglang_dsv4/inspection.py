@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sglang_dsv4 import expert_storage, format_claims, linear_storage
+from sglang_dsv4 import expert_storage, format_claims, linear_storage, parallel
 from sglang_dsv4.census import QUANTISED
 from sglang_dsv4.components import EXPERTS, NAMES
 from sglang_dsv4.config import ConfigError, DSV4Config
@@ -49,7 +49,8 @@ class Verdict(Enum):
 class Deployment:
     """How and where a checkpoint is to be served.
 
-    tensor_parallel, expert_parallel: numbers of ranks. run: dtype in which the model runs.
+    tensor_parallel: number of ranks. expert_parallel: of groups of them that the experts are
+    divided over. run: dtype in which the model runs.
     device: bytes of a device's memory, None if unknown. device_name: for messages.
     shared: it is a CPU, whose memory all ranks share; too little of it is warned of, not refused.
     fraction: of the device, for weights and cache. context: tokens of a request, None for CONTEXT.
@@ -223,22 +224,22 @@ class Inspection:
     def weights_of_a_rank(self, ranks: int) -> int:
         """Bytes in memory, as this version holds weights."""
         groups, linears = self._storage(ranks).groups, self._linears(ranks).weights
-        return weight_bytes(self.slots, self.deployment.run, ranks, groups, linears)
+        run, expert_parallel = self.deployment.run, self.deployment.expert_parallel
+        return weight_bytes(self.slots, run, ranks, groups, linears, expert_parallel)
 
     # ---- how it judges ----
 
     def _judge_ranks(self, config: DSV4Config) -> None:
-        sizes, refused = ", ".join(map(str, tensor_parallel_sizes(config))), []
+        size = self.deployment.tensor_parallel
+        works = parallel.tensor_parallel_sizes(config)
+        if size in works:
+            works = parallel.expert_parallel_sizes(config, size)
+        self.refused["ranks"] = []
         try:
-            config.check_tensor_parallel(self.deployment.tensor_parallel)
+            parallel.check(config, size, self.deployment.expert_parallel)
         except ConfigError as error:
-            refused.append(f"{error}. Sizes that work: {sizes}.")
-        if self.deployment.expert_parallel != 1:
-            refused.append(
-                f"--ep-size {self.deployment.expert_parallel} is not supported in this version:"
-                f" share the model by --tp-size instead. Sizes that work: {sizes}."
-            )
-        self.refused["ranks"] = refused
+            sizes = ", ".join(map(str, works))
+            self.refused["ranks"] = [f"{error}. Sizes that work: {sizes}."]
 
     def _judge_weights(self) -> None:
         if self.survey is not None:
@@ -246,7 +247,7 @@ class Inspection:
             self.warned["weights"] = [*self.survey.below_the_floor, *self.survey.contradictions]
 
     def _judge_experts(self, config: DSV4Config) -> None:
-        if self.deployment.tensor_parallel not in tensor_parallel_sizes(config):
+        if self.refused["ranks"]:
             return
         try:
             notes = self._decided(config, self.deployment.tensor_parallel).notes
@@ -290,7 +291,7 @@ class Inspection:
             self._expert_formats,
             chosen=wanted.routed_experts,
             device="cpu" if wanted.shared else "cuda",
-            ranks=ranks,
+            ranks=max(1, ranks // wanted.expert_parallel),  # 0 is refused elsewhere
         )
 
     @cached_property
@@ -303,7 +304,7 @@ class Inspection:
 
     def _judge_memory(self, config: DSV4Config) -> None:
         wanted = self.deployment
-        if wanted.tensor_parallel not in tensor_parallel_sizes(config):
+        if self.refused["ranks"]:
             return
         self.plan = self.plan_for(wanted.tensor_parallel)
         warned = self.warned.setdefault("memory", [])
@@ -354,24 +355,11 @@ class Inspection:
         assert self.config is not None
         if self.deployment.shared:
             return "Ranks on one machine share its memory: use a machine with more."
-        for ranks in tensor_parallel_sizes(self.config):
+        for ranks in parallel.tensor_parallel_sizes(self.config, self.deployment.expert_parallel):
             plan = self.plan_for(ranks)
             if ranks > self.deployment.tensor_parallel and plan.pages:
                 return f"--tp-size {ranks} would do: {plan.weights / GIB:.1f} GiB each."
         return "No number of ranks that can share this model is enough: use larger devices."
-
-
-def tensor_parallel_sizes(config: DSV4Config) -> list[int]:
-    """Every number of ranks that can share the model evenly."""
-
-    def works(size: int) -> bool:
-        try:
-            config.check_tensor_parallel(size)
-        except ConfigError:
-            return False
-        return True
-
-    return [size for size in range(1, config.o_groups + 1) if works(size)]
 
 
 def config_dialect(folder: Path) -> str:

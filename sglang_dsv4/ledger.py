@@ -34,11 +34,17 @@ class Delivery(NamedTuple):
     supplied: list[str]
 
 
+ELSEWHERE = "of experts on other ranks"
+
+
 class Ledger:
     """Which tensors are owed, which came and what is wrong; `check` and `load` both book here."""
 
-    def __init__(self, config: DSV4Config) -> None:
+    def __init__(self, config: DSV4Config, held: range | None = None) -> None:
+        """held: the experts that are wanted, None for all. The others' tensors are owed like any,
+        and skipped when they have come."""
         self.config = config
+        self.held = range(config.n_routed_experts) if held is None else held
         self.owed = expected_tensors(config)
         self.came: dict[str, str] = {}  # vendor name -> the name it came under
         self.used = 0
@@ -48,7 +54,7 @@ class Ledger:
         self._complete: dict[str, TensorFormat] = {}  # quantised weights that had all they need
 
     def receive(self, found: Found) -> Delivery | None:
-        """Book a tensor; what it completes, if it completes a weight without fault.
+        """Book a tensor; what it completes, if it completes a wanted weight without fault.
 
         What is skipped or at fault is counted or noted instead.
         """
@@ -94,9 +100,12 @@ class Ledger:
             self.came.setdefault(known, stored.name)
         layout = LAYOUTS.get(stored.format)
         needed = layout.parts if layout else (Part.WEIGHT,)
+        wanted = any(self.holds(self.owed[known]) for known in supplied)
         for part, found in stored.parts.items():
-            if part in needed:
+            if part in needed and wanted:
                 self.used += 1
+            elif part in needed:
+                self.skipped[ELSEWHERE] += 1
             elif layout and part is Part.ACTIVATION:
                 self.skipped[Part.ACTIVATION.value] += 1
             else:
@@ -105,7 +114,11 @@ class Ledger:
             self._complete[stored.name] = stored.format
         sound = self._has_format(stored, self.owed[supplied[0]])
         sound = sound and self._has_shape(stored, supplied)
-        return Delivery(stored, supplied) if sound else None
+        return Delivery(stored, supplied) if sound and wanted else None
+
+    def holds(self, slot: Slot) -> bool:
+        """Whether the slot is wanted."""
+        return slot.expert is None or slot.expert in self.held
 
     def _has_format(self, stored: Stored, slot: Slot) -> bool:
         found = stored.format

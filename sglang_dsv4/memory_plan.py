@@ -63,28 +63,30 @@ def weight_bytes(
     ranks: int,
     expert_groups: Mapping[int, int] = MappingProxyType({}),
     linears: Mapping[str, str] = MappingProxyType({}),
+    expert_parallel: int = 1,
 ) -> int:
-    """Weights of one of `ranks` ranks, which share what the table lets them.
+    """Weights of one of `ranks` ranks, which share what the table lets them; see `Parallel`.
 
     slots: as `tensor_table.expected_tensors` gives them. expert_groups: layer -> values that share
     a scale, of the layers whose routed experts stay in four bits: see `expert_storage`. linears:
     the form of slots that stay as they are stored: `linear_storage.LinearStorage.weights`.
     """
-    total = 0
+    total = experts = 0
     for name, slot in slots.items():
-        share = list(slot.shape)
+        share, routed = list(slot.shape), slot.expert is not None
         if slot.row.cut is not None:
-            share[slot.row.cut] //= ranks
+            share[slot.row.cut] //= ranks // expert_parallel if routed else ranks
         values = math.prod(share)
         layer = None if slot.expert is None else layer_of(name)
         group = None if layer is None else expert_groups.get(layer)
         if name in linears:
-            total += fp8_bytes(*share) if linears[name] == EIGHT_BITS else nvfp4_bytes(*share)
+            size = fp8_bytes(*share) if linears[name] == EIGHT_BITS else nvfp4_bytes(*share)
         elif group is None:
-            total += values * memory_dtype(slot.row.kept, run).itemsize
+            size = values * memory_dtype(slot.row.kept, run).itemsize
         else:
-            total += four_bit_bytes(values, group, matrices=1)
-    return total
+            size = four_bit_bytes(values, group, matrices=1)
+        total, experts = total + size, experts + size * routed
+    return total - experts + experts // expert_parallel  # all experts have the same size
 
 
 def parameter_counts(slots: Mapping[str, Slot], config: DSV4Config) -> tuple[int, int]:

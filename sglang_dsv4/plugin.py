@@ -28,8 +28,7 @@ PARSERS = {
     "reasoning_parser": ("deepseek-v4", "reasoning"),
 }
 
-# Options that this version cannot honour, and the only value that it accepts of each: SGLang's
-# default. Some would otherwise do nothing, which is worse.
+# What this version cannot honour -> SGLang's default, all that it accepts: some would do nothing.
 UNSUPPORTED = {
     "attn_cp_size": 1,
     "attn_dp_size": 1,
@@ -38,6 +37,8 @@ UNSUPPORTED = {
     "decode_attention_backend": None,
     "disaggregation_mode": "null",
     "dsv4_attn_backend": "auto",
+    "dwdp_size": 1,
+    "elastic_ep_backend": None,
     "enable_deepseek_v4_fp4_indexer": False,
     "enable_dp_attention": False,
     "enable_eplb": False,
@@ -47,9 +48,12 @@ UNSUPPORTED = {
     "enable_prefill_cp": False,
     "enable_torch_compile": False,
     "enable_two_batch_overlap": False,
-    "ep_size": 1,
+    "ep_dispatch_algorithm": None,
+    "ep_num_redundant_experts": 0,
+    "init_expert_location": "trivial",
     "lora_paths": None,
     "moe_a2a_backend": "none",
+    "moe_dp_size": 1,
     "moe_runner_backend": "auto",
     "pp_size": 1,
     "prefill_attention_backend": None,
@@ -75,8 +79,7 @@ def _stop(hook: str, reason: str) -> None:
         f"sglang-dsv4 {version('sglang-dsv4')}: hook {hook!r} does not fit SGLang "
         f"{version('sglang')}: {reason}\n"
         "The server stops here, because SGLang would go on with its built-in model. Install the "
-        "SGLang version that this plugin pins, or set SGLANG_PLUGINS=__none__ for the built-in "
-        "model."
+        "SGLang version that this plugin pins, or set SGLANG_PLUGINS=__none__ for that model."
     )
 
 
@@ -207,7 +210,7 @@ def _override(server_args: Any, hf_config: Any) -> dict[str, Any]:
             "set SGLANG_PLUGINS=__none__ to serve it with SGLang's built-in model."
         )
     _check_options(server_args)
-    _check_settings()
+    _check_settings(server_args.ep_size)
     _check_checkpoint(server_args)
     _warn_of_missing_parsers(server_args)
     return {
@@ -248,14 +251,14 @@ def _check_options(server_args: Any) -> None:
             )
 
 
-def _check_settings() -> None:
+def _check_settings(expert_parallel: int) -> None:
     """Our own switches, before a process is started; what they name may still not run here."""
     from sglang_dsv4 import backends, precision
 
     settings = Settings.read()
     try:
         precision.parse(settings.precision)
-        backends.parse(settings.ops)
+        backends.parse(settings.ops, expert_parallel)
     except ValueError as error:
         raise _refusal(str(error)) from None
 
@@ -274,6 +277,7 @@ def _check_checkpoint(server_args: Any) -> None:
     chosen = precision.parse(Settings.read().precision)
     wanted = inspection.Deployment(
         tensor_parallel=server_args.tp_size,
+        expert_parallel=server_args.ep_size,
         run=torch.float32 if server_args.dtype in ("float32", "float") else torch.bfloat16,
         device=memory,
         device_name=f"this machine's {device.upper()}",

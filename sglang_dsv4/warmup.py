@@ -75,7 +75,8 @@ class Target:
         """Of all that decides about variants: sources, versions, the GPU, shapes, providers."""
         machine = self.ops.machine
         shown = (
-            *(sources(), *versions(), machine.name, machine.capability, self.parallel.size),
+            *(sources(), *versions(), machine.name, machine.capability),
+            *(self.parallel.size, self.parallel.expert_parallel),
             *(self.context, str(self.dtype), sorted(self.ops.providers.items()), self.precision),
             *(repr(one_of_each(self.config)), self.storages),
             *(self.linears.form, sorted(self.linears.modules)),
@@ -177,7 +178,8 @@ def _model(target: Target, config: DSV4Config, storages: Sequence[int | None]) -
     in_turns = zip(range(config.num_hidden_layers), cycle(storages), strict=False)
     groups = {layer: group for layer, group in in_turns if group is not None}
     linears = dict.fromkeys(range(config.num_hidden_layers), target.linears)
-    alone = Parallel(target.parallel.rank, target.parallel.size)  # no other rank is waited for
+    given = target.parallel  # but no other rank is waited for
+    alone = Parallel(given.rank, given.size, expert_parallel=given.expert_parallel)
     model = Model(config, target.precision, target.ops, alone, groups, linears)
     for part in model.modules():
         if isinstance(part, FP4Matrices):

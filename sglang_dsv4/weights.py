@@ -40,6 +40,7 @@ from sglang_dsv4.fp4 import FP4Matrices, FP4Matrix, FP4Rows
 from sglang_dsv4.fp8 import FP8Matrix, FP8Rows
 from sglang_dsv4.ledger import Delivery, Ledger, counted, is_matrix
 from sglang_dsv4.linears import named_rows
+from sglang_dsv4.parallel import Parallel
 from sglang_dsv4.parameters import named_weights
 from sglang_dsv4.precision import DENSE, VARIABLE, Precision
 from sglang_dsv4.survey import Survey
@@ -150,20 +151,21 @@ def load(
     *,
     rank: int,
     size: int,
+    expert_parallel: int = 1,
     total_bytes: int | None = None,
     chosen: Precision | None = None,
 ) -> LoadReport:
     """Copies each tensor of a stream into `model`, without holding on to it.
 
     A quantised weight is dequantised when the last of its scales has come, or copied as it is to
-    what keeps it, so what is held at a time is the weights that wait. Of what ranks divide
-    only this rank's blocks are read.
+    what keeps it, so what is held at a time is the weights that wait. Of what ranks divide only
+    this rank's blocks are read, and of other ranks' experts nothing.
 
     model: parameters (and integer buffers) as `tensor_table` says, this rank's share of each; in
     the place of experts' parameters FP4Matrices, not packed any more, of others what
     `linears.Linears` makes.
     tensors: (name in any spelling, full tensor), in any order; `check` has seen their headers.
-    rank, size: this process among those that share the model.
+    rank, size, expert_parallel: this process among those that share the model; see `Parallel`.
     total_bytes: of the stream, for a progress bar on a terminal; None shows none.
     chosen: says what to round to NVFP4 values, unless it is quantised already; None for nothing.
 
@@ -171,9 +173,10 @@ def load(
     after the stream for tensors that are unknown, missing, repeated, misshaped, of no known format
     or without their scales.
     """
-    ledger = Ledger(config)
-    targets = _targets(model, ledger, size)
-    place = _Placing(targets, ledger, rank, size, chosen or Precision())
+    parallel = Parallel(rank, size, expert_parallel=expert_parallel)
+    ledger = Ledger(config, parallel.experts.of(config.n_routed_experts))
+    targets = _targets(model, ledger, parallel)
+    place = _Placing(targets, ledger, parallel, chosen or Precision())
     hidden = True if total_bytes is None else None  # None: hidden where there is no terminal
     with tqdm(
         total=total_bytes, unit="B", unit_scale=True, desc="weights", disable=hidden
@@ -191,6 +194,7 @@ def load(
 
 
 Target = Tensor | FP4Matrices | FP4Rows | FP8Rows
+Numbered = tuple[int, Slot]  # which of those that a stored weight holds, in memory's order
 
 
 class _Placing:
@@ -200,45 +204,49 @@ class _Placing:
         self,
         targets: Mapping[str, Target],
         ledger: Ledger,
-        rank: int,
-        size: int,
+        parallel: Parallel,
         chosen: Precision,
     ) -> None:
-        self.targets, self.ledger, self.rank, self.size = targets, ledger, rank, size
+        self.targets, self.ledger, self.parallel = targets, ledger, parallel
         self.chosen = chosen
         self.census = Census()
         self.converted: Counter[str] = Counter()
 
     def whole(self, delivery: Delivery) -> None:
-        """Place a stored weight: one matrix, or all that a stack holds."""
+        """Place a stored weight: one matrix, or all of this rank's that a stack holds."""
         stored, supplied = delivery
         slots = [self.ledger.owed[known] for known in supplied]
+        mine = [(number, slot) for number, slot in enumerate(slots) if self.ledger.holds(slot)]
         if stored.format in LAYOUTS:
             check_global_scales(stored)
         target = self.targets[slots[0].parameter]  # a stack's weights all lie there
         if isinstance(target, FP4Matrices | FP4Rows):
-            run = self._keep(target, stored, slots)
+            run = self._keep(target, stored, mine, len(slots))
         elif isinstance(target, FP8Rows):
             run = self._keep_fp8(target, stored, slots[0])
         else:
-            run = self._fill(target, stored, slots)
+            run = self._fill(target, stored, mine, len(slots))
         if run is not None:
             _count(self.census, delivery, self.ledger, run)
 
-    def _fill(self, target: Tensor, stored: Stored, slots: Sequence[Slot]) -> str:
-        """Copy the values to a dense parameter; in words, what was made of them."""
-        flips = is_matrix(slots[0]) and self.chosen.flips(component(slots[0].row.vendor_name))
+    def _fill(self, target: Tensor, stored: Stored, mine: Sequence[Numbered], matrices: int) -> str:
+        """Copy the values to a dense parameter; in words, what was made of them.
+
+        mine: of the `matrices` that `stored` holds.
+        """
+        _, slot = mine[0]
+        flips = is_matrix(slot) and self.chosen.flips(component(slot.row.vendor_name))
         quantised = stored.format in LAYOUTS
-        for number, slot in enumerate(slots):
-            region = slot_view(target, slot)
+        for number, slot in mine:
+            region = slot_view(target, slot, self.ledger.held.start)
             if quantised:
-                rows, columns = _ranges(slot, self.rank, self.size)
-                stored.fill(region, rows, columns, matrix=number, matrices=len(slots))
+                rows, columns = _ranges(slot, self.parallel)
+                stored.fill(region, rows, columns, matrix=number, matrices=matrices)
             elif flips:
-                _fill_rounded(region, stored, *_ranges(slot, self.rank, self.size))
+                _fill_rounded(region, stored, *_ranges(slot, self.parallel))
             else:
                 values = stored.tensor().reshape(-1, *slot.shape)[number]
-                region.copy_(_share(values, slot, self.rank, self.size))
+                region.copy_(_share(values, slot, self.parallel))
             check_values(stored, slot, region, number, self.ledger.config)
         run = DTYPE_NAMES[target.dtype]
         if run != stored.held():
@@ -249,7 +257,11 @@ class _Placing:
         return already if quantised else "NVFP4 values (flipped)"
 
     def _keep(
-        self, target: FP4Matrices | FP4Rows, stored: Stored, slots: Sequence[Slot]
+        self,
+        target: FP4Matrices | FP4Rows,
+        stored: Stored,
+        mine: Sequence[Numbered],
+        matrices: int,
     ) -> str | None:
         """Copy codes, scales and factors as they are; None if they are not what the model holds.
 
@@ -259,16 +271,18 @@ class _Placing:
             other = OTHER_EXPERTS if isinstance(target, FP4Matrices) else OTHER_LINEARS
             self.ledger.note(other, f"{stored.name}: {stored.held()}")
             return None
-        for number, slot in enumerate(slots):
-            rows, columns = _ranges(slot, self.rank, self.size)
-            place = {"matrix": number, "matrices": len(slots)}
+        for number, slot in mine:
+            rows, columns = _ranges(slot, self.parallel)
+            place = {"matrix": number, "matrices": matrices}
             codes, scales, factor = stored.four_bits(rows, columns, **place)
             if may_overflow(scales, factor, LAYOUTS[stored.format].scale_dtype):
                 values = torch.empty(len(rows), len(columns), dtype=torch.float32)
                 stored.fill(values, rows, columns, **place)
                 check_values(stored, slot, values, number, self.ledger.config)
                 check_factor(stored, factor)
-            whole = target if isinstance(target, FP4Rows) else target.matrix(slot.expert or 0)
+            whole = target
+            if not isinstance(whole, FP4Rows):
+                whole = whole.matrix((slot.expert or 0) - self.ledger.held.start)
             region = whole.part(slot.row.part, slot.row.parts)
             region.codes.copy_(codes)
             region.scales.copy_(scales)
@@ -280,7 +294,7 @@ class _Placing:
         if stored.format is not TensorFormat.FP8:
             self.ledger.note(OTHER_LINEARS, f"{stored.name}: {stored.held()}")
             return None
-        rows, columns = _ranges(slot, self.rank, self.size)
+        rows, columns = _ranges(slot, self.parallel)
         codes, scales = stored.blocks(rows, columns)
         if may_overflow_fp8(codes, scales):
             values = torch.empty(len(rows), len(columns), dtype=torch.bfloat16)
@@ -314,18 +328,15 @@ def _fill_rounded(region: Tensor, stored: Stored, rows: range, columns: range) -
         part.copy_(rounded[:, columns.start : columns.stop])
 
 
-def _targets(model: nn.Module, ledger: Ledger, size: int) -> dict[str, Target]:
+def _targets(model: nn.Module, ledger: Ledger, parallel: Parallel) -> dict[str, Target]:
     """Name -> parameter, integer buffer or what holds a parameter's matrices in four bits; asserts
     that the model is the one the table tells of."""
     shapes: dict[str, tuple[int, ...]] = {}
     kept: dict[str, Kept] = {}
     for slot in ledger.owed.values():
-        shape = list(slot.shape)
-        if slot.row.cut is not None:
-            assert shape[slot.row.cut] % size == 0, f"{slot} cannot be divided among {size} ranks"
-            shape[slot.row.cut] //= size
+        shape = [len(kept) for kept in _kept(slot, parallel)]
         shape[0] *= slot.row.parts
-        experts = () if slot.expert is None else (ledger.config.n_routed_experts,)
+        experts = () if slot.expert is None else (len(ledger.held),)
         shapes[slot.parameter] = (*experts, *shape)
         kept[slot.parameter] = slot.row.kept
     kinds = (FP4Matrices, FP8Matrix)
@@ -351,26 +362,31 @@ def _targets(model: nn.Module, ledger: Ledger, size: int) -> dict[str, Target]:
     return found
 
 
-def slot_view(parameter: Tensor, slot: Slot) -> Tensor:
-    """The view of `parameter` that `slot` fills: an expert's, and of that a block of rows."""
-    region = parameter if slot.expert is None else parameter[slot.expert]
+def slot_view(parameter: Tensor, slot: Slot, first: int = 0) -> Tensor:
+    """The view of `parameter` that `slot` fills: an expert's, and of that a block of rows.
+
+    first: the number of the first expert that the parameter has.
+    """
+    region = parameter if slot.expert is None else parameter[slot.expert - first]
     rows = region.shape[0] // slot.row.parts
     return region.narrow(0, slot.row.part * rows, rows)
 
 
-def _share(values: Tensor, slot: Slot, rank: int, size: int) -> Tensor:
+def _share(values: Tensor, slot: Slot, parallel: Parallel) -> Tensor:
     """The view of the full `values` that this rank keeps."""
-    if slot.row.cut is None:
-        return values
-    length = values.shape[slot.row.cut] // size
-    return values.narrow(slot.row.cut, rank * length, length)
+    return values[tuple(slice(kept.start, kept.stop) for kept in _kept(slot, parallel))]
 
 
-def _ranges(slot: Slot, rank: int, size: int) -> tuple[range, range]:
+def _ranges(slot: Slot, parallel: Parallel) -> tuple[range, range]:
     """The rows and columns of a full matrix that this rank keeps."""
+    rows, columns = _kept(slot, parallel)
+    return rows, columns
+
+
+def _kept(slot: Slot, parallel: Parallel) -> list[range]:
+    """What this rank keeps in each dimension; of an expert, if it is among its own."""
     kept = [range(length) for length in slot.shape]
     if slot.row.cut is not None:
-        length = slot.shape[slot.row.cut] // size
-        kept[slot.row.cut] = range(rank * length, (rank + 1) * length)
-    rows, columns = kept
-    return rows, columns
+        share = parallel.share if slot.expert is None else parallel.expert_width
+        kept[slot.row.cut] = share.of(slot.shape[slot.row.cut])
+    return kept

@@ -25,13 +25,13 @@ PACKAGES = {
 # for those that are named on their own. `cli_*` are the subcommands.
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
-        *("config", "settings", "parallel", "parameters", "checkpoint", "dequant", "components"),
+        *("config", "settings", "parameters", "checkpoint", "dequant", "components"),
         "json_files",
         *("graph_safety_rules", "graph_safety_kinds", "ablation_metrics"),
         *("bench_timer", "bench_bytes", "bench_table"),
     ),
     (
-        *("precision", "tensor_table", "formats", "quantise", "graph_safety_calls"),
+        *("precision", "tensor_table", "formats", "quantise", "graph_safety_calls", "parallel"),
         *("attention.cache", "attention.metadata", "fp4", "fp8"),
         "kernels_triton_linear",
         *("ablation_oracle", "ablation_summary", "ablation_texts"),

@@ -1,6 +1,7 @@
 """`sglang-dsv4 inspect`: what it counts, every verdict, every fault, and how it says so."""
 
 import json
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -17,8 +18,9 @@ from sglang_dsv4.backends import Machine
 from sglang_dsv4.cli import main
 from sglang_dsv4.cli_make_tiny import write_checkpoint
 from sglang_dsv4.config import DSV4Config
-from sglang_dsv4.inspection import Deployment, Inspection, Verdict, tensor_parallel_sizes
+from sglang_dsv4.inspection import Deployment, Inspection, Verdict
 from sglang_dsv4.memory_plan import GIB, GPUS, weight_bytes
+from sglang_dsv4.parallel import tensor_parallel_sizes
 from sglang_dsv4.survey import DraftHead, Survey
 from sglang_dsv4.tiny_formats import RECIPES
 
@@ -369,7 +371,6 @@ def test_every_fault_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert sum(name in unread for name, _ in wrong) < 3
     told = "\n".join(said["refusals"])
     assert "tensor parallel size = 3 is refused" in told and "Sizes that work: 1, 2, 4, 8" in told
-    assert "--ep-size 2 is not supported" in told
     assert main(["inspect", str(tmp_path)]) == 1
     assert all(reason.split("\n")[0] in capsys.readouterr().out for reason in said["refusals"][2:3])
 
@@ -448,6 +449,43 @@ def test_sizes_of_tensor_parallelism(flash: Path) -> None:
     refused = Inspection(flash, Deployment(tensor_parallel=6), headers=False)
     assert refused.verdict is Verdict.REFUSED and refused.plan is None
     assert refused.refusals[0].endswith("Sizes that work: 1, 2, 4, 8.")
+
+
+@pytest.mark.parametrize(("size", "groups"), [(4, 3), (1, 2), (8, 16)])
+def test_sizes_of_expert_parallelism(
+    size: int, groups: int, flash: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wanted = Deployment(tensor_parallel=size, expert_parallel=groups)
+    refused = Inspection(flash, wanted, headers=False)
+    assert refused.verdict is Verdict.REFUSED and refused.plan is None
+    works = ", ".join(str(divisor) for divisor in (1, 2, 4, 8) if divisor <= size)
+    assert refused.refusals[0].startswith(f"expert parallel size = {groups} is refused: must be")
+    assert refused.refusals[0].endswith(f"Sizes that work: {works}.")
+    doctor = doctor_checkpoint.check_checkpoint(flash, size, groups)
+    assert any(row.status == "fail" and refused.refusals[0] == row.found for row in doctor)
+
+
+def test_a_rank_with_whole_experts(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same bytes but for factors, of experts that stay in four bits where slices could not."""
+    said = {}
+    for groups in ("1", "8"):
+        arguments = (str(tiny), "--tp", "8", "--ep", groups, "--gpu", "H100")
+        status, said[groups] = shown(capsys, *arguments)
+        assert status == 0 and said[groups]["expert_parallel_sizes"] == [1, 2, 4, 8]
+        assert said[groups]["memory"]["expert_parallel"] == int(groups)
+    assert any("dequantised at load" in line for line in said["1"]["warnings"])
+    assert not any("dequantised at load" in line for line in said["8"]["warnings"])
+    assert said["8"]["memory"]["weight_bytes"] < said["1"]["memory"]["weight_bytes"]
+    assert main(["inspect", str(tiny), "--tp", "4", "--ep", "2"]) == 0
+    text = capsys.readouterr().out
+    assert "memory of one of 4 ranks, experts in 2 groups" in text
+    assert re.search(r"sizes of --ep +1, 2, 4 \(--tp 4\)", text)
+
+
+def test_more_ranks_with_as_many_groups_are_proposed(flash: Path) -> None:
+    small = Deployment(tensor_parallel=2, expert_parallel=2, device=100 * GIB, fraction=1)
+    (refusal,) = Inspection(flash, small, headers=False).refused["memory"]
+    assert "--tp-size 8 would do: 67.6 GiB each" in refusal
 
 
 @pytest.mark.parametrize(

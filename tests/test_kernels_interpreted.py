@@ -98,14 +98,14 @@ SELECTIONS = (
     Selection(
         "moe/test_routed_experts.py",
         select="triton and (equals_the_loop and not 61 and not 1024 and not 300 and not 256"
-        " and not 8-8 or chosen_twice or stays and not 100)",
+        " and not 8-8 or chosen_twice or parts or without or stays and not 100)",
         thorough="triton and not transformers and not every_split and not all_tokens"
         " and not 61 and not 100 and not 1024",
     ),
     Selection(
         "moe/test_routed_experts_fp4.py",
         select="triton and (dense_matrices and dtype1 and not 2-256 or exact or stays or either"
-        " or base)",
+        " or base or parts)",
         thorough="triton",
     ),
     own_tests("test_kernels_mhc.py"),

@@ -55,19 +55,25 @@ def test_published_parameters(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
-    ("size", "groups"), [(1, {}), (2, {}), (8, {}), (1, {0: 32, 3: 16, 6: 32}), (2, {4: 16, 5: 32})]
+    ("size", "experts", "groups"),
+    [
+        *((size, 1, {}) for size in (1, 2, 8)),
+        *((1, 1, {0: 32, 3: 16, 6: 32}), (2, 1, {4: 16, 5: 32})),
+        *((2, 2, {}), (8, 2, {}), (4, 4, {0: 32, 3: 16, 6: 32}), (4, 2, {4: 16, 5: 32})),
+    ],
 )
 def test_weights_of_a_rank_are_the_parameters_of_the_model(
-    size: int, groups: dict[int, int], dtype: torch.dtype
+    size: int, experts: int, groups: dict[int, int], dtype: torch.dtype
 ) -> None:
-    """groups: of the layers whose experts lie in four bits."""
+    """experts: groups of ranks for them. groups: of the layers whose experts lie in four bits."""
     ops = choose(Machine.probe("cpu"))
-    parallel = Parallel(rank=0, size=size, all_reduce=lambda x: x)
+    parallel = Parallel(size - 1, size, lambda x: x, experts)
     with default_dtype(dtype):
         model = SmallLM(TINY, ops, Precision(), parallel, groups)
     held = sum(parameter.nbytes for parameter in model.parameters())
     held += sum(table.nbytes for name, table in model.named_buffers() if "tid2eid" in name)
-    assert weight_bytes(expected_tensors(TINY), dtype, size, groups) == held
+    slots = expected_tensors(TINY)
+    assert weight_bytes(slots, dtype, size, groups, expert_parallel=experts) == held
 
 
 def test_published_weights_in_four_bits() -> None:
@@ -79,6 +85,8 @@ def test_published_weights_in_four_bits() -> None:
     kept = weight_bytes(slots, torch.bfloat16, 8, dict.fromkeys(range(43), 32))
     assert dense - kept == values // 8 * (2 - 0.5 - 1 / 32) - factors
     assert kept / 1e9 == pytest.approx(20.9, abs=1)
+    whole = weight_bytes(slots, torch.bfloat16, 8, dict.fromkeys(range(43), 32), expert_parallel=8)
+    assert kept - whole == factors // 8 * 7  # an expert's lie on one rank
 
 
 def test_every_tensor_has_a_component() -> None:

@@ -103,7 +103,7 @@ def test_the_backend_refuses_what_is_not_ours() -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "value"), [("enable_dp_attention", True), ("attn_dp_size", 2), ("ep_size", 2)]
+    ("option", "value"), [("enable_dp_attention", True), ("attn_dp_size", 2), ("moe_dp_size", 2)]
 )
 def test_ranks_with_requests_of_their_own_are_refused(option: str, value: Any) -> None:
     """So no rank waits for others while it has no request."""

@@ -96,6 +96,19 @@ def test_the_shapes_are_the_model_s(flash: DSV4Config, decode: list[Launch]) -> 
     assert attention.options["HEADS"] == 16  # 8 of them, padded
 
 
+def test_a_rank_s_experts_are_those_it_holds(flash: DSV4Config) -> None:
+    """Whichever they are, the variants are the same: those that rank 0 compiles are for all."""
+    keys = []
+    for rank in (0, 3):
+        parts = target(flash, parallel=Parallel(rank, 4, expert_parallel=4))
+        found = warmup.launches(parts, decodes=(1, 8), prefills=(2048,))
+        products = [one for one in found if one.kernel.__name__ == "_grouped_product_kernel"]
+        assert {one.options["EXPERTS"] for one in products} == {64}
+        keys.append({one.key() for one in found})
+    assert keys[0] == keys[1]
+    assert parts.key() != target(flash, parallel=Parallel(3, 4)).key()
+
+
 def test_no_rank_waits_for_another(flash: DSV4Config) -> None:
     def all_reduce(values: torch.Tensor) -> torch.Tensor:
         raise AssertionError("the other rank is not there")
@@ -151,17 +164,19 @@ def test_each_way_to_hold_experts_is_found(flash: DSV4Config) -> None:
         (["--config", "tiny"], set()),
         (["--config", "nano"], {16}),
         (["--config", "flash", "--tp-size", "8"], {32}),
+        (["--config", "flash", "--tp-size", "8", "--ep-size", "4"], {32}),
     ],
 )
 def test_how_experts_of_known_models_are_held(
     arguments: list[str], groups: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sglang_dsv4.backends.choose", lambda *_: ops_by("triton"))
+    monkeypatch.setattr("sglang_dsv4.backends.choose", lambda *_, **__: ops_by("triton"))
     found: list[Target] = []
     on_a_gpu(monkeypatch)
     monkeypatch.setattr(cli_warm, "warm_up", lambda made, _: found.append(made) or 0)
     assert main(["warm", *arguments]) == 0
     assert set(found[0].expert_groups.values()) == groups
+    assert found[0].parallel.expert_parallel == (4 if "--ep-size" in arguments else 1)
     monkeypatch.setenv("SGLANG_DSV4_PRECISION", "routed_experts=bf16")
     assert main(["warm", *arguments]) == 0
     assert found[1].expert_groups == {} and found[1].key() != found[0].key()
@@ -333,7 +348,7 @@ def test_command(
 ) -> None:
     """All but compilation, as on a GPU."""
     on_a_gpu(monkeypatch)
-    monkeypatch.setattr("sglang_dsv4.backends.choose", lambda *_: ops_by("triton"))
+    monkeypatch.setattr("sglang_dsv4.backends.choose", lambda *_, **__: ops_by("triton"))
     monkeypatch.setattr(
         warmup, "launches", lambda chosen: [Launch(SimpleNamespace(__name__="_a_kernel"), (), {})]
     )
@@ -371,7 +386,7 @@ def test_what_cannot_be_warmed_up_is_said(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     on_a_gpu(monkeypatch)
-    monkeypatch.setattr("sglang_dsv4.backends.choose", lambda *_: ops_by("triton"))
+    monkeypatch.setattr("sglang_dsv4.backends.choose", lambda *_, **__: ops_by("triton"))
     assert main(["warm", *options]) == 2
     assert message in capsys.readouterr().err
 

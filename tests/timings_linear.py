@@ -15,7 +15,7 @@ from sglang_dsv4 import kernels_triton_linear as kernels
 from sglang_dsv4 import kernels_triton_linear_fp4 as kernels_fp4
 from sglang_dsv4.dequant import NVFP4_GROUP
 from sglang_dsv4.fp4 import FP4Matrices
-from sglang_dsv4.moe.kernels_triton_experts import _find_blocks
+from sglang_dsv4.moe.kernels_triton_experts import Choices, _find_blocks
 from sglang_dsv4.moe.kernels_triton_fp4 import _FP4
 from timings_moe import launched
 
@@ -138,11 +138,11 @@ def _one_expert(tokens: int, width: int, depth: int) -> Call:
         weight.packed = True
         x = torch.randn(tokens, depth, dtype=BF16)
         chosen = torch.zeros(tokens, 1, dtype=torch.int64)
-    matrix, tiles = _FP4(weight), _FP4.tiles(tokens, 2)
+    matrix, tiles, choices = _FP4(weight), _FP4.tiles(tokens, 2), Choices(chosen, 1)
 
     def call() -> None:
         out = torch.empty(tokens, width, dtype=BF16, device="cuda")
-        matrix.multiply(x, out, _find_blocks(chosen, 1, tiles), tiles)
+        matrix.multiply(x, out, _find_blocks(choices, tiles), tiles)
 
     return call
 

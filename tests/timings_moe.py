@@ -193,6 +193,7 @@ def _bound(op: Any, setup: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]])
 def compile_cases() -> list[CompileCase]:
     """Each kernel as an op launches it on Flash's shapes; each tile for some architectures."""
     flash = SHAPES["flash"]
+    half, of_two = replace(flash, experts=flash.experts // 2), {"first": 128, "total": 256}
     with FakeTensorMode():
         gates = torch.empty(1, flash.experts), torch.empty(flash.experts)
         ids = torch.empty(1, dtype=torch.int64)
@@ -217,6 +218,12 @@ def compile_cases() -> list[CompileCase]:
             *_fp4_cases(512, flash, NVFP4_GROUP, usual=()),
             *_fp4_cases(256, flash, MXFP4_GROUP, usual=(90,)),
             *_fp4_cases(8192, flash, NVFP4_GROUP, usual=(90,)),
+            # Experts divided among ranks.
+            *_expert_cases(1, half, usual=(80,), **of_two),
+            *_expert_cases(8192, half, usual=(90,), **of_two),
+            *_fp4_cases(1, half, MXFP4_GROUP, usual=(90,), **of_two),
+            *_fp4_cases(8, half, MXFP4_GROUP, usual=(120,), **of_two),
+            *_fp4_cases(4096, half, NVFP4_GROUP, usual=(89,), **of_two),
         ]
     unique: dict[str, CompileCase] = {}
     for case in found:
@@ -267,7 +274,7 @@ def fp4_weights(shape: Shape, group: int, device: str = "cuda") -> tuple[FP4Matr
 
 
 def _fp4_cases(
-    tokens: int, shape: Shape, group: int, usual: tuple[int, ...] = ()
+    tokens: int, shape: Shape, group: int, usual: tuple[int, ...] = (), **options: Any
 ) -> list[CompileCase]:
     """Hopper's tiles are others, and read in another order."""
     found: list[CompileCase] = []
@@ -284,6 +291,7 @@ def _fp4_cases(
                 base=torch.empty(tokens, shape.hidden),
                 usual=tuple({*usual} & {*capabilities}),
                 capabilities=capabilities,
+                **options,
             )
     return found
 

@@ -12,6 +12,7 @@ from sglang_dsv4 import (
     expert_storage,
     host,
     linear_storage,
+    parallel,
     precision,
     warmup,
     weights,
@@ -40,10 +41,11 @@ class DeepseekV4ForCausalLM(nn.Module):
         super().__init__()
         self.config = DSV4Config.from_dict(host.raw_config(config))
         self.parallel = host.parallel()
-        self.config.check_tensor_parallel(self.parallel.size)
+        groups = self.parallel.expert_parallel
+        parallel.check(self.config, self.parallel.size, groups)
         settings = Settings.read()
         self.chosen = chosen = precision.parse(settings.precision)
-        self.ops = choose(Machine.probe(host.device()), settings.ops)
+        self.ops = choose(Machine.probe(host.device()), settings.ops, expert_parallel=groups)
         logger.info("sglang-dsv4 precision:\n%s", chosen.describe())
         logger.info("sglang-dsv4 ops:\n%s", "\n".join(self.ops.describe()))
         storage = self._expert_storage(host.raw_config(config))
@@ -68,7 +70,11 @@ class DeepseekV4ForCausalLM(nn.Module):
             else:
                 held = expert_storage.from_claims(raw, self.config)
         return expert_storage.decide(
-            self.config, held, chosen=value, device=device, ranks=self.parallel.size
+            self.config,
+            held,
+            chosen=value,
+            device=device,
+            ranks=self.parallel.expert_width.parts,
         )
 
     def _linear_storage(self, raw: dict[str, Any]) -> LinearStorage:
@@ -96,10 +102,16 @@ class DeepseekV4ForCausalLM(nn.Module):
 
     def load_weights(self, stream: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Fill every parameter from (name, tensor) pairs, or raise weights.CheckpointError."""
-        rank, size = self.parallel.rank, self.parallel.size
-        total = checkpoint.total_bytes(host.checkpoint_folder()) if rank == 0 else None
+        rank = self.parallel.rank
         report = weights.load(
-            self, stream, self.config, rank=rank, size=size, total_bytes=total, chosen=self.chosen
+            self,
+            stream,
+            self.config,
+            rank=rank,
+            size=self.parallel.size,
+            expert_parallel=self.parallel.expert_parallel,
+            total_bytes=checkpoint.total_bytes(host.checkpoint_folder()) if rank == 0 else None,
+            chosen=self.chosen,
         )
         pack_weights(self.ops, self.model)
         logger.info("sglang-dsv4 weights: %s", report)

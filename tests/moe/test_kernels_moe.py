@@ -8,7 +8,7 @@ import torch
 from op_checks import MACHINE, implementations, randn, thorough
 from sglang_dsv4.moe import kernels_triton, reference
 from sglang_dsv4.moe import kernels_triton_experts as grouped
-from tolerance import assert_close
+from tolerance import assert_close, assert_close_by_norm
 
 LIMIT = 1.0  # low enough that the clamp bites
 
@@ -100,10 +100,45 @@ def test_the_grid_holds_every_block(monkeypatch, counts):
     monkeypatch.setattr(grouped, "_MAX_SCANNED_PAIRS", 0)
     experts = torch.arange(5).repeat_interleave(torch.tensor(counts)).to(MACHINE.device)
     tiles = grouped._Dense.tiles(len(experts) / 5, 4)
-    blocks = grouped._find_blocks(experts[:, None], 5, tiles)
+    blocks = grouped._find_blocks(grouped.Choices(experts[:, None], 5), tiles)
     assert blocks.starts.tolist() == [sum(counts[:expert]) for expert in range(5)]
     assert blocks.order.tolist() == list(range(len(experts)))
     assert sum(math.ceil(count / tiles.rows) for count in counts) <= blocks.count
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("scanned", [256, 0])
+@pytest.mark.parametrize("dtype", [torch.float32, thorough(torch.bfloat16)])
+def test_no_output_of_other_experts_is_read(monkeypatch, scanned, dtype):
+    """Outputs are poisoned, and so are the tokens that have no expert here: nobody reads them."""
+    monkeypatch.setattr(grouped, "_MAX_SCANNED_PAIRS", scanned)
+    experts = torch.tensor([[0, 5], [1, 4], [3, 2], [5, 4], [2, 2], [4, 3], [0, 1]])
+    x, weights, experts, w13, w2 = inputs(experts, 136, 24, 6, dtype)
+    expected = reference.routed_experts(x, weights, experts, w13, w2, limit=LIMIT)
+    base, mine = randn(7, 136, seed=7), torch.tensor([2, 4])  # all of their experts are 2 and 3
+    lonely = [0, 1, 3, 6]
+    x[lonely], weights[lonely] = math.nan, math.nan
+    routes = x, weights, experts
+    part = {"limit": LIMIT, "first": 2, "total": 6}
+    result = grouped.routed_experts(*routes, w13[2:4], w2[2:4], base=base, **part)
+    assert torch.equal(result[lonely], base[lonely])
+    assert not result.isnan().any()
+    assert_close_by_norm(result[mine] - base[mine], expected[mine])
+    sums = grouped.routed_experts(*routes, w13[2:4], w2[2:4], **part)
+    assert not sums[lonely].any() and torch.equal(sums + base, result)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("counts", [(1, 1, 17, 0, 33), (0, 20, 3, 0, 4), (9, 0, 0, 0, 9)])
+def test_the_held_experts_are_sorted_alone(monkeypatch, counts):
+    monkeypatch.setattr(grouped, "_MAX_SCANNED_PAIRS", 0)
+    experts = torch.arange(5).repeat_interleave(torch.tensor(counts)).to(MACHINE.device)
+    blocks = grouped._find_blocks(
+        grouped.Choices(experts[:, None], 3, 1), grouped._Dense.tiles(1, 4)
+    )
+    assert blocks.starts.tolist() == [sum(counts[:expert]) for expert in range(1, 5)]
+    held = slice(counts[0], sum(counts[:4]))
+    assert blocks.order.tolist()[held] == list(range(len(experts)))[held]
 
 
 @pytest.mark.kernels
@@ -192,6 +227,29 @@ def test_all_tokens_may_choose_the_last_experts(op, weights, tokens):
 
 
 @pytest.mark.gpu((8, 0))
+@pytest.mark.parametrize("tokens", [1, 8, 64, 600])
+def test_half_of_the_experts_replayed(weights, tokens):
+    """Those of one rank of two, by a graph that was captured with other choices, and eagerly."""
+    half = weights[1].shape[0] // 2
+    part = {"limit": 10.0, "first": half, "total": 2 * half}
+    held = [each[half:] for each in weights]
+    static = [each.clone() for each in real_inputs(tokens, weights, seed=5)[:3]]
+    grouped.routed_experts(*static, *held, **part)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = grouped.routed_experts(*static, *held, **part)
+    routes = real_inputs(tokens, weights)[:3]
+    for target, source in zip(static, routes, strict=True):
+        target.copy_(source)
+    graph.replay()
+    assert torch.equal(result, grouped.routed_experts(*routes, *held, **part))
+    expected = reference.routed_experts(*routes, *held, **part).double()
+    error = (result - expected).norm(dim=1) / expected.norm(dim=1).clamp(min=1e-30)
+    assert error.max() <= 2**-8
+
+
+@pytest.mark.gpu((8, 0))
 @pytest.mark.parametrize("tokens", [1, 40, 64, 600])
 def test_a_replayed_layer_equals_eager(weights, tokens):
     """Router and experts in one graph, replayed on other values, bit for bit."""
@@ -203,8 +261,7 @@ def test_a_replayed_layer_equals_eager(weights, tokens):
         scored = kernels_triton.route_scored(logits, bias, top_k=6, scale=1.5)
         hashed = kernels_triton.route_hashed(logits, token_ids, table, scale=1.5)
         outputs = [
-            grouped.routed_experts(x, *routes, *weights, limit=10.0)
-            for routes in (scored, hashed)
+            grouped.routed_experts(x, *routes, *weights, limit=10.0) for routes in (scored, hashed)
         ]
         return *scored, *hashed, *outputs
 

@@ -40,19 +40,22 @@ def make(layer_id, parallel=None, dtype=torch.float32) -> MoE:
     parallel = parallel or Parallel()
     with default_dtype(dtype):
         layer = MoE(CONFIG, layer_id, OPS, parallel).to(MACHINE.device)
-    mine = slice(*(WIDTH // parallel.size * end for end in (parallel.rank, parallel.rank + 1)))
-    w13 = randn(EXPERTS + 1, 2, WIDTH, HIDDEN, seed=1)[:, :, mine].flatten(1, 2) / math.sqrt(HIDDEN)
-    w2 = randn(EXPERTS + 1, HIDDEN, WIDTH, seed=2)[:, :, mine] / math.sqrt(WIDTH)
-    held = named_weights(layer)
-    held["gate.weight"].copy_(randn(EXPERTS, HIDDEN, seed=3) / math.sqrt(HIDDEN))
+    w13 = randn(EXPERTS + 1, 2, WIDTH, HIDDEN, seed=1) / math.sqrt(HIDDEN)
+    w2 = randn(EXPERTS + 1, HIDDEN, WIDTH, seed=2) / math.sqrt(WIDTH)
+    group, ranks = parallel.expert_parallel, parallel.size // parallel.expert_parallel
+    held = slice(*(1 + EXPERTS // group * (parallel.rank // ranks + end) for end in (0, 1)))
+    inner = slice(*(WIDTH // ranks * (parallel.rank % ranks + end) for end in (0, 1)))
+    mine = slice(*(WIDTH // parallel.size * (parallel.rank + end) for end in (0, 1)))
+    tensors = named_weights(layer)
+    tensors["gate.weight"].copy_(randn(EXPERTS, HIDDEN, seed=3) / math.sqrt(HIDDEN))
     if layer_id == HASHED:
         layer.gate.tid2eid.copy_(randn(VOCAB, EXPERTS, seed=4).argsort(dim=1)[:, :TOP_K])
     else:
         layer.gate.bias.copy_(randn(EXPERTS, seed=5))
-    layer.experts.w13.copy_(w13[1:])
-    layer.experts.w2.copy_(w2[1:])
-    held["shared_experts.w13"].copy_(w13[0])
-    layer.shared_experts.w2.copy_(w2[0])
+    layer.experts.w13.copy_(w13[held, :, inner].flatten(1, 2))
+    layer.experts.w2.copy_(w2[held, :, inner])
+    tensors["shared_experts.w13"].copy_(w13[0, :, mine].flatten(0, 1))
+    layer.shared_experts.w2.copy_(w2[0, :, mine])
     return layer
 
 
@@ -134,9 +137,9 @@ def test_hashed_layers_follow_the_token_ids():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_ranks_add_up(layer_id, dtype, size):
-    """The ranks' fp32 parts add up to the result of one rank."""
+@pytest.mark.parametrize(("size", "groups"), [(2, 1), (3, 1), (4, 1), (2, 2), (4, 2), (8, 8)])
+def test_ranks_add_up(layer_id, dtype, size, groups):
+    """The ranks' fp32 parts add up to the result of one rank, whichever way experts are divided."""
     parts = []
 
     def add(part: torch.Tensor) -> torch.Tensor:
@@ -145,8 +148,8 @@ def test_ranks_add_up(layer_id, dtype, size):
 
     x, token_ids = tokens(30, dtype)
     for rank in range(size):
-        layer = make(layer_id, Parallel(rank, size, add), dtype)
-        assert layer.experts.w2.shape == (EXPERTS, HIDDEN, WIDTH // size)
+        layer = make(layer_id, Parallel(rank, size, add, groups), dtype)
+        assert layer.experts.w2.shape == (EXPERTS // groups, HIDDEN, WIDTH // (size // groups))
         result = layer(x, token_ids)  # the last rank's is the sum of all
     assert all(part.dtype is torch.float32 for part in (*parts, result))
     exact = []
@@ -157,6 +160,8 @@ def test_ranks_add_up(layer_id, dtype, size):
 def test_width_must_divide_by_the_ranks(layer_id):
     with pytest.raises(AssertionError):
         make(layer_id, Parallel(rank=0, size=5))
+    with pytest.raises(AssertionError, match="8 cannot be divided by 3"):
+        make(layer_id, Parallel(rank=0, size=3, expert_parallel=3))
 
 
 def test_tokens_do_not_mix(layer_id):

@@ -1,5 +1,6 @@
 """routed_experts against a loop over tokens and choices, and against transformers."""
 
+import itertools
 import math
 from functools import partial
 
@@ -8,7 +9,7 @@ import torch
 from transformers import DeepseekV4Config
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts
 
-from op_checks import MACHINE, assert_stays_on_device, implementations, randn
+from op_checks import MACHINE, assert_stays_on_device, implementations, randn, thorough
 from sglang_dsv4.moe import reference
 from tolerance import assert_close, assert_close_by_norm
 
@@ -144,6 +145,40 @@ def test_inputs_need_not_be_contiguous(run):
     assert_close(run(*strided, w13.mT.contiguous().mT, w2.mT.contiguous().mT), expected)
 
 
+@pytest.mark.parametrize("tokens", [1, 4, thorough(300)])
+def test_parts_of_the_experts_add_up(run, tokens):
+    """Each expert held alone, any two neighbours, ... : a part is what the others would not add,
+    and what two parts add, one after the other, is the whole."""
+    count = 5
+    x, weights, experts, w13, w2 = inputs(tokens, 32, 16, count, 2)
+    whole = run(x, weights, experts, w13, w2)
+    for first, end in itertools.combinations(range(count + 1), 2):
+        held, here = slice(first, end), (experts >= first) & (experts < end)
+        part = run(x, weights, experts, w13[held], w2[held], first=first, total=count)
+        assert_close(part, by_loop(x, weights * here, experts, w13, w2), f"{first} to {end}")
+        assert not part[~here.any(dim=1)].any()
+        if first == 0:
+            rest = slice(end, count)
+            options = {"first": end, "total": count, "base": part}
+            if end < count:
+                part = run(x, weights, experts, w13[rest], w2[rest], **options)
+            assert_close(part, whole, f"cut at {end}")
+    assert torch.equal(run(x, weights, experts, w13, w2, total=count), whole)
+
+
+def test_tokens_without_an_expert_here_add_nothing(run):
+    """Whatever they are, and whatever the experts that they choose would make of them."""
+    x, weights, experts, w13, w2 = inputs(6, 32, 16, 4, 2)
+    experts[:] = torch.tensor([0, 3])
+    experts[4] = torch.tensor([2, 1])
+    x[:4], weights[:4], base = math.inf, math.nan, randn(6, 32, seed=5)
+    x[5] = math.nan
+    part = run(x, weights, experts, w13[1:3], w2[1:3], first=1, total=4, base=base)
+    others = [0, 1, 2, 3, 5]
+    assert torch.equal(part[others], base[others]) and not torch.equal(part[4], base[4])
+
+
+@pytest.mark.parametrize("part", [{}, {"first": 8, "total": 24}])
 @pytest.mark.parametrize("tokens", [1, 100])
-def test_stays_on_device(run, tokens):
-    assert_stays_on_device(run, *inputs(tokens, 64, 32, 8, 2))
+def test_stays_on_device(run, tokens, part):
+    assert_stays_on_device(run, *inputs(tokens, 64, 32, 8, 2), **part)

@@ -106,6 +106,33 @@ def test_inputs_are_multiplied_in_either_order(op, capability, tokens, dtype, mo
     check(op, inputs(tokens, 256, 64, 4, 2, group=MXFP4, dtype=dtype))
 
 
+def part_of(weight, first, end):
+    """Some of its matrices."""
+    _, rows, columns = weight.shape
+    some = FP4Matrices(end - first, rows, columns, group=weight.group, parts=weight.parts)
+    for name, values in weight.named_parameters():
+        getattr(some, name).copy_(values[first:end])
+    return some.to(MACHINE.device)
+
+
+@pytest.mark.parametrize("group", [NVFP4, MXFP4])
+@pytest.mark.parametrize("tokens", [1, 4, thorough(300)])
+def test_parts_of_the_experts_add_up(op, tokens, group):
+    """Of a token whose experts are all elsewhere a part is the base, whatever the token is."""
+    count, parts = 5, [(0, 1), (1, 4), (4, 5)]
+    x, weights, experts, *pair = inputs(tokens, 64, 32, count, 2, group=group)
+    sums, base = torch.zeros(tokens, 64, device=MACHINE.device), randn(tokens, 64, seed=5)
+    for first, end in parts:
+        held = prepared(op, *(part_of(weight, first, end) for weight in pair))
+        options = {"limit": LIMIT, "first": first, "total": count}
+        here = ((experts >= first) & (experts < end)).any(dim=1)
+        poisoned = x.masked_fill(~here[:, None], math.nan)
+        part = op(poisoned, weights, experts, *held, **options, base=base)
+        assert torch.equal(part[~here], base[~here])
+        sums = op(x, weights, experts, *held, **options, base=sums)
+    assert_close(sums, op(x, weights, experts, *prepared(op, *pair), limit=LIMIT))
+
+
 def test_adds_to_a_base(op):
     """The last addition, so that it is exact to a rounding."""
     arguments = inputs(9, 64, 32, 4, 2, group=NVFP4)
@@ -161,8 +188,9 @@ def test_stays_on_device(op):
             fake = mode.from_tensor(values.detach())
             setattr(weight, name, torch.nn.Parameter(fake, requires_grad=False))
     with mode:
-        result = op(*map(mode.from_tensor, (x, weights, experts)), w13, w2, limit=LIMIT)
-    assert result.shape == x.shape
+        routes = [mode.from_tensor(each) for each in (x, weights, experts)]
+        for part in ({}, {"first": 4, "total": 8}):
+            assert op(*routes, w13, w2, limit=LIMIT, **part).shape == x.shape
 
 
 def code_of(word: int, pair: int, neighbour: int) -> int:
@@ -258,6 +286,14 @@ def test_what_cannot_be_multiplied_is_refused():
     large.scales[0, 3, 1] = 137
     with pytest.raises(ValueError, match=r"largest is 2\^10: .*routed_experts=bf16"):
         kernels_triton_fp4.pack(large)
+
+
+def test_marlin_holds_all_experts():
+    arguments = inputs(2, 64, 32, 4, 2, group=NVFP4, dtype=torch.bfloat16)
+    for weight in arguments[3:]:
+        weight.packed = True
+    with pytest.raises(ValueError, match="w2 holds 4 of 8 experts: take another provider"):
+        kernels_marlin.routed_experts_fp4(*arguments, limit=LIMIT, first=4, total=8)
 
 
 def test_marlin_refuses_negative_scales():

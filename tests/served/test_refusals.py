@@ -116,8 +116,8 @@ def test_broken_checkpoint(refused: Refused, change: Callable[[Path], None], say
 
 def server_arguments(folder: Path, **changes: Any) -> SimpleNamespace:
     """Those that the check of a checkpoint reads."""
-    defaults = dict(model_path=str(folder), load_format="auto", tp_size=1, dtype="auto")
-    defaults |= dict(device="cpu", json_model_override_args="{}")
+    defaults = dict(model_path=str(folder), load_format="auto", dtype="auto")
+    defaults |= dict(device="cpu", json_model_override_args="{}", tp_size=1, ep_size=1)
     return SimpleNamespace(**(defaults | changes))
 
 
@@ -140,6 +140,28 @@ def test_the_check_that_refuses(
     folder = shutil.copytree(checkpoint, tmp_path / "changed")
     change(folder)
     arguments = server_arguments(folder)
+    with pytest.raises(SystemExit, match=re.escape(says)):
+        plugin._check_checkpoint(arguments)
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "ep_size", "overrides", "says"),
+    [
+        (4, 3, {}, "must be a divisor of tensor parallel size = 4, n_routed_experts = 8"),
+        (1, 2, {}, "must be a divisor of tensor parallel size = 1. Sizes that work: 1."),
+        (4, 4, {"n_routed_experts": 6}, "must be a divisor of n_routed_experts = 6"),
+    ],
+)
+def test_experts_that_cannot_be_divided_are_refused(
+    checkpoint: Path, tp_size: int, ep_size: int, overrides: dict[str, int], says: str
+) -> None:
+    arguments = server_arguments(
+        checkpoint,
+        tp_size=tp_size,
+        ep_size=ep_size,
+        load_format="dummy",
+        json_model_override_args=json.dumps(overrides),
+    )
     with pytest.raises(SystemExit, match=re.escape(says)):
         plugin._check_checkpoint(arguments)
 
@@ -205,6 +227,7 @@ class TestServerArguments:
         load_format="dummy",
         model_path="somewhere",
         tp_size=1,
+        ep_size=1,
         json_model_override_args="{}",
         **dict.fromkeys(plugin.PARSERS),
         **plugin.UNSUPPORTED,
@@ -245,7 +268,14 @@ class TestServerArguments:
             ("decode_attention_backend", "flashinfer"),
             ("moe_runner_backend", "flashinfer_mxfp4"),
             ("quantization", "fp8"),
-            ("ep_size", 2),
+            ("moe_a2a_backend", "deepep"),
+            ("enable_eplb", True),
+            ("ep_num_redundant_experts", 8),
+            ("init_expert_location", "placement.json"),
+            ("ep_dispatch_algorithm", "static"),
+            ("elastic_ep_backend", "mooncake"),
+            ("moe_dp_size", 2),
+            ("dwdp_size", 2),
             ("pp_size", 2),
             ("speculative_algorithm", "EAGLE"),
             ("speculative_algorithm", "DSPARK"),
@@ -266,6 +296,7 @@ class TestServerArguments:
             ("SGLANG_DSV4_PRECISION", "nonsense", "write name=value"),
             ("SGLANG_DSV4_OPS", "foo=reference", "'foo' is unknown"),
             ("SGLANG_DSV4_OPS", "rms_norm=cuda", "must be triton or reference"),
+            ("SGLANG_DSV4_OPS", "routed_experts_fp4=marlin", "or --ep-size"),
         ],
     )
     def test_our_switches_are_read_early(
@@ -273,4 +304,4 @@ class TestServerArguments:
     ) -> None:
         monkeypatch.setenv(variable, value)
         with pytest.raises(SystemExit, match=re.escape(says)):
-            self.override()
+            self.override(tp_size=2, ep_size=2)
