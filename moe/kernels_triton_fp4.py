@@ -14,14 +14,8 @@ import triton.language as tl
 
 from sglang_dsv4.backends import compute_capability
 from sglang_dsv4.fp4 import FP4Matrices
-from sglang_dsv4.kernels_triton_fp4 import (
-    FACTORS_UP,
-    depth_for,
-    fp4_product,
-    inputs_of_half,
-    pack,
-    takes_wgmma,
-)
+from sglang_dsv4.kernels_triton_fp4 import FACTORS_UP, fp4_product, pack
+from sglang_dsv4.kernels_triton_fragments import depth_for, inputs_in_order, takes_wgmma
 from sglang_dsv4.moe.kernels_triton import _swiglu
 from sglang_dsv4.moe.kernels_triton_experts import (
     Blocks,
@@ -168,7 +162,7 @@ def _grouped_product_fp4_kernel(
         return
     expert, pair = expert.to(tl.int64), pair.to(tl.int64)
     column = (tl.program_id(0) % tiles) * COLUMNS
-    half = inputs_of_half(BLOCK_K // 2, WGMMA)
+    half = inputs_in_order(BLOCK_K // 2, WGMMA)
     x_tile = x + (pair // PAIRS_PER_ROW)[None, :] * depth + half[:, None]
     codes += expert * codes_expert
     scales += expert * scales_expert

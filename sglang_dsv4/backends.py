@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from sglang_dsv4.fp4 import FP4Matrices, FP4Matrix
+from sglang_dsv4.fp4 import FP4Matrices
+from sglang_dsv4.fp8 import FP8Matrix
+from sglang_dsv4.parameters import KeptMatrix
 from sglang_dsv4.settings import SettingsError, parse_assignments
 
 VARIABLE = "SGLANG_DSV4_OPS"
@@ -230,11 +232,13 @@ def prepare_attention(
 
 
 def pack_weights(ops: Ops, model: nn.Module) -> None:
-    """Have the providers of routed_experts_fp4 and linear_fp4 order the codes in `model` as they
-    read them, in place, one stack of matrices after the other, after they were loaded."""
+    """Have the providers of routed_experts_fp4, linear_fp4 and linear_fp8 order codes in `model` as
+    they read them, in place, one stack of matrices after the other, after they were loaded."""
     for part in model.modules():
-        if isinstance(part, FP4Matrices) and not part.packed:
-            op = ops.linear_fp4 if isinstance(part, FP4Matrix) else ops.routed_experts_fp4
+        if isinstance(part, FP4Matrices | FP8Matrix) and not part.packed:
+            op = ops.routed_experts_fp4
+            if isinstance(part, KeptMatrix):
+                op = ops.linear_fp8 if isinstance(part, FP8Matrix) else ops.linear_fp4
             module = importlib.import_module(op.__module__)
             if hasattr(module, "pack"):
                 module.pack(part)

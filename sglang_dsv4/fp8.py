@@ -40,7 +40,7 @@ class FP8Matrix(nn.Module, KeptMatrix):
     """A matrix [N, K] in E4M3 with one scale for each block of 128 x 128, as checkpoints hold it,
     or several, one below the other, all of them but the last made of whole blocks.
 
-    codes  [N, K] uint8: E4M3.
+    codes  [N, K] uint8: E4M3; in rows and columns until a provider packs them anew (`pack`).
     scales [⌈N/128⌉, ⌈K/128⌉] fp32.
     """
 
@@ -57,7 +57,7 @@ class FP8Matrix(nn.Module, KeptMatrix):
         see the op. suffix: see KeptMatrix."""
         super().__init__()
         height = self.count(rows)
-        self.op, self.groups = op, groups
+        self.op, self.groups, self.packed = op, groups, False
         self.name_rows(rows, suffix)
         self.codes = tensor(height, columns, dtype=torch.uint8)
         blocks = -(-height // FP8_BLOCK), -(-columns // FP8_BLOCK)
@@ -67,8 +67,11 @@ class FP8Matrix(nn.Module, KeptMatrix):
 
     def forward(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """x [T, groups * K] -> [T, N] in dtype, or in x's."""
-        weight = self.codes.view(torch.float8_e4m3fn)
-        return self.op(x, weight, self.scales, dtype=dtype or x.dtype, groups=self.groups)
+        return self.op(x, self, dtype=dtype or x.dtype, groups=self.groups)
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.codes.shape
 
     def all_rows(self) -> FP8Rows:
         return FP8Rows(self.codes.data, self.scales.data)

@@ -13,6 +13,12 @@ import triton.language as tl
 
 from sglang_dsv4.dequant import MXFP4_GROUP
 from sglang_dsv4.fp4 import ROWS, FP4Matrices
+from sglang_dsv4.kernels_triton_fragments import (
+    bits_of_codes,
+    depth_for,
+    left_operand,
+    scaled_pair,
+)
 
 # Codes, as their bits read in BF16, are too small by 2^126; scales are made larger by 2^118, and
 # what remains, 2^-8, the factors make good.
@@ -25,8 +31,8 @@ _LARGEST_UE8M0 = 254 - _SCALES_UP.value
 _E5M3_BIAS = tl.constexpr(10)
 
 # Where a word holds mantissa, exponent (two bits) and sign of the first code of each of its four
-# pairs; those of the second lie 16 places on, round the end. They come to their places in a pair of
-# BF16 by a shift for all bits of a pair, two for the last: no order of the bits does with fewer.
+# pairs; see `bits_of_codes`. They come to their places in a pair of BF16 by a shift for all bits of
+# a pair, two for the last: no order of the bits does with fewer.
 _PLACES = ((6, 7, 8, 15), (0, 1, 2, 9), (10, 11, 12, 19), (4, 5, 14, 13))
 _NUMBERS = tl.constexpr(0x81C081C0 - 2**32)  # a pair of BF16, as int32: the bits of E2M1
 _SIGNS_AND_LOW = tl.constexpr(0x80C080C0 - 2**32)  # those but the upper of the exponent
@@ -105,20 +111,9 @@ def _tile_of_codes(codes: torch.Tensor, depth: int) -> torch.Tensor:
     # tile of rows, tile of inputs, block, g, c, sixteen, r8; of a word: half, two, neighbour
     ordered = split.permute(0, 3, 5, 2, 8, 6, 1, 4, 7, 9).flatten(-3)
     words = torch.zeros(ordered.shape[:-1], dtype=torch.int32, device=codes.device)
-    for number, bits in enumerate(_bits_of_codes().to(codes.device)):
+    for number, bits in enumerate(bits_of_codes(_PLACES).to(codes.device)):
         words |= bits[ordered[..., number].int()]
     return words
-
-
-def _bits_of_codes() -> torch.Tensor:
-    """[8, 16] int32: the bits of a word that each code sets in each of its eight places."""
-    words = [
-        sum((code >> bit & 1) << (place + 16 * neighbour) % 32 for bit, place in enumerate(places))
-        for places in _PLACES
-        for neighbour in range(2)
-        for code in range(16)
-    ]
-    return torch.tensor(words).to(torch.int32).view(8, 16)
 
 
 def _tile_of_scales(scales: torch.Tensor, depth: int, group: int) -> torch.Tensor:
@@ -129,22 +124,6 @@ def _tile_of_scales(scales: torch.Tensor, depth: int, group: int) -> torch.Tenso
     halves = min(groups, 2)
     split = scales.view(rows // ROWS, 2, 8, columns // groups, halves, blocks, -1)
     return split.permute(0, 3, 2, 6, 1, 5, 4).contiguous()
-
-
-def depth_for(inputs: int) -> int:
-    """Inputs of a tile: the largest of 128, 64 and 32 that divides."""
-    depth = min(inputs & -inputs, 128)
-    if depth < 32:
-        raise ValueError(f"four-bit matrices need a multiple of 32 inputs, found {inputs}")
-    return depth
-
-
-def takes_wgmma(capability: int, *, rows: int, warps: int) -> bool:
-    """Whether Triton multiplies tiles of so many rows by wgmma. A wrong answer costs time alone.
-
-    capability: of the GPU, as 90 for 9.0.
-    """
-    return capability == 90 and warps % 4 == 0 and rows % 64 == 0
 
 
 # ---- in kernels ----
@@ -206,60 +185,12 @@ def _unpacked(words, low_scales, high_scales):
         turned = ((words >> 4) & 0x0FFFFFFF) | (words << 28)
         in_two = ((words << 2) & _SIGNS_AND_LOW) | ((words >> 6) & 0x01000100)
         pairs = (
-            _scaled_pair(words & _NUMBERS, low_scales),
-            _scaled_pair((words << 6) & _NUMBERS, low_scales),
-            _scaled_pair(turned & _NUMBERS, high_scales),
-            _scaled_pair(in_two, high_scales),
+            scaled_pair(words & _NUMBERS, low_scales),
+            scaled_pair((words << 6) & _NUMBERS, low_scales),
+            scaled_pair(turned & _NUMBERS, high_scales),
+            scaled_pair(in_two, high_scales),
         )
     return pairs
-
-
-@triton.jit
-def _scaled_pair(numbers, scales):
-    """Two BF16 numbers of a word times those of another."""
-    product = _float(numbers << 16) * _float(scales << 16)
-    second = _float(numbers & -65536) * _float(scales & -65536)
-    return ((product.to(tl.int32, bitcast=True) >> 16) & 0xFFFF) | (
-        second.to(tl.int32, bitcast=True) & -65536
-    )
-
-
-@triton.jit
-def _float(bits):
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _numbers(pairs):
-    """Words [...] -> BF16 [..., 2]: the lower half of each first."""
-    return tl.join(pairs, pairs >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-
-
-@triton.jit
-def _left_operand(pairs, TILES: tl.constexpr, BLOCKS: tl.constexpr, WGMMA: tl.constexpr):
-    """Words of threads [TILES * 32, words, twos, blocks] -> BF16 [TILES * 16, inputs], in the order
-    of `inputs_of_half`."""
-    SIXTEENS: tl.constexpr = pairs.shape[1] // 2
-    values = tl.reshape(_numbers(pairs), (TILES, 8, 4, SIXTEENS, 2, 2, BLOCKS, 2))
-    if WGMMA:
-        values = tl.permute(values, (0, 4, 1, 6, 3, 5, 2, 7))
-    else:
-        values = tl.permute(values, (0, 4, 1, 6, 3, 2, 5, 7))
-    return tl.reshape(values, (TILES * 16, BLOCKS * SIXTEENS * 16))
-
-
-@triton.jit
-def inputs_of_half(COUNT: tl.constexpr, WGMMA: tl.constexpr):
-    """[COUNT]: the inputs of half a tile in the order in which they are multiplied.
-
-    Triton's operands of wgmma hold what `pack` gives a thread; those of mma.sync, in the same
-    place, four neighbours: there the tokens are read in the order of the weights.
-    """
-    place = tl.arange(0, COUNT)
-    if WGMMA:
-        return place
-    each = place // 16 * 16 + place % 4 // 2 * 8 + place % 16 // 4 * 2 + place % 2
-    return tl.max_contiguous(tl.multiple_of(each, 2), 2)
 
 
 @triton.jit
@@ -273,7 +204,7 @@ def unpacked_halves(
     WGMMA: tl.constexpr,
 ):
     """TILES tiles as BF16 numbers, too small by FACTORS_UP: the lower and the upper half of their
-    inputs, [16 TILES, BLOCK_K / 2] in the order of `inputs_of_half`.
+    inputs, [16 TILES, BLOCK_K / 2] in the order of `inputs_in_order`.
 
     tile [32 TILES] int64: for each thread, its tile's place among all.
     """
@@ -301,7 +232,7 @@ def unpacked_halves(
     else:
         a = _unpacked(tl.load(word), _spread(low_scales, WORDS), _spread(high_scales, WORDS))
         low, high = tl.join(a[0], a[1]), tl.join(a[2], a[3])
-    return _left_operand(low, TILES, BLOCKS, WGMMA), _left_operand(high, TILES, BLOCKS, WGMMA)
+    return left_operand(low, TILES, BLOCKS, WGMMA), left_operand(high, TILES, BLOCKS, WGMMA)
 
 
 @triton.jit

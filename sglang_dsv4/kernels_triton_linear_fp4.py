@@ -18,13 +18,11 @@ from sglang_dsv4.backends import compute_capability
 from sglang_dsv4.fp4 import ROWS, FP4Matrices
 from sglang_dsv4.kernels_triton_fp4 import (
     FACTORS_UP,
-    depth_for,
     fp4_product,
-    inputs_of_half,
     pack,
-    takes_wgmma,
     unpacked_halves,
 )
+from sglang_dsv4.kernels_triton_fragments import depth_for, inputs_in_order, takes_wgmma
 from sglang_dsv4.kernels_triton_linear import (
     MOST_TOKENS,
     Tiles,
@@ -173,7 +171,7 @@ def _linear_fp4_kernel(
     token = (tl.program_id(0) % token_tiles) * BLOCK_T + tl.arange(0, BLOCK_T)
     begin = part * slice_depth
     end = tl.minimum(begin + slice_depth, depth)
-    half = inputs_of_half(BLOCK_K // 2, WGMMA)
+    half = inputs_in_order(BLOCK_K // 2, WGMMA)
     line = tl.minimum(token, tokens - 1).to(tl.int64) * groups + group
     x_tile = x + (line * depth + begin)[None, :] + half[:, None]
     last = group_width // _ROWS - 1
@@ -217,7 +215,7 @@ def _unpack_kernel(
     low, high = unpacked_halves(codes, scales, tile, TILES, GROUP, BLOCK_K, True)
     row = first_row + tl.arange(0, TILES * _ROWS)
     factor = tl.load(factors + row // factor_rows, mask=row < rows, other=0.0) * FACTORS_UP
-    column = block * BLOCK_K + inputs_of_half(BLOCK_K // 2, True)
+    column = block * BLOCK_K + inputs_in_order(BLOCK_K // 2, True)
     place = row.to(tl.int64)[:, None] * columns + column[None, :]
     stored = (row < rows)[:, None] & (column < columns)[None, :]
     tl.store(values + place, low.to(tl.float32) * factor[:, None], mask=stored)

@@ -86,9 +86,9 @@ def decide(
     def fits(name: str, alone: bool) -> bool:
         if formats.get(name) not in FORMATS[chosen]:
             return False
-        if chosen == FOUR_BITS:
-            return _has_whole_tiles(config, slots[name], ranks)
-        return _has_whole_blocks(config, slots[name], ranks, alone=alone)
+        if not _has_whole_tiles(config, slots[name], ranks):
+            return False
+        return chosen == FOUR_BITS or _has_whole_blocks(config, slots[name], ranks, alone=alone)
 
     kept = {
         key: stacked
@@ -131,9 +131,9 @@ def _has_whole_tiles(config: DSV4Config, slot: Slot, ranks: int) -> bool:
 
 
 def _refusal(chosen: str, ranks: int) -> str:
-    held, whole = "FP8", f"blocks of {FP8_BLOCK}"
-    if chosen == FOUR_BITS:
-        held, whole = "NVFP4", f"tiles of {fp4.ROWS} rows and {fp4.INPUTS} inputs"
+    held, whole = "NVFP4", f"tiles of {fp4.ROWS} rows and {fp4.INPUTS} inputs"
+    if chosen == EIGHT_BITS:
+        held, whole = "FP8", f"{whole}, or blocks of {FP8_BLOCK}"
     return (
         f"{VARIABLE}: linears={chosen} keeps attention and the shared expert in {held}, and"
         f" nothing can stay so: the checkpoint holds none of them in {held}, or a rank of {ranks}"

@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from sglang_dsv4 import dequant, fp4
 from sglang_dsv4.fp4 import FP4Matrices
+from sglang_dsv4.fp8 import FP8Matrix
 
 
 def linear_fp32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -23,24 +24,19 @@ def linear_fp32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def linear_fp8(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scales: torch.Tensor,
-    *,
-    dtype: torch.dtype,
-    groups: int = 1,
+    x: torch.Tensor, weight: FP8Matrix, *, dtype: torch.dtype, groups: int = 1
 ) -> torch.Tensor:
     """A linear layer whose weight is in FP8, with one scale for each block of 128 x 128.
 
     x      [T, groups * K] float: rounded to BF16 first, by kernels.
-    weight [N, K] float8_e4m3fn, no NaN among them: the rows of the result's columns.
-    scales [⌈N/128⌉, ⌈K/128⌉] fp32: multiply the blocks.
+    weight [N, K], no NaN among its codes: the rows of the result's columns.
     dtype  of the result.
     groups of rows, equally many; each multiplies K columns of x of its own. N / groups must be a
            multiple of 128 where there are several.
     Returns [T, N], summed in fp32 and rounded once. Source: spec 4.2.
     """
-    return _grouped(x, dequant.fp8(weight, scales), groups).to(dtype)
+    rows = dequant.fp8(weight.codes.view(torch.float8_e4m3fn), weight.scales)
+    return _grouped(x, rows, groups).to(dtype)
 
 
 def linear_fp4(

@@ -30,6 +30,7 @@ from sglang_dsv4.attention.metadata import Batch
 from sglang_dsv4.backends import PROVIDERS, Machine, Ops
 from sglang_dsv4.config import DSV4Config
 from sglang_dsv4.fp4 import FP4Matrices
+from sglang_dsv4.fp8 import FP8Matrix
 from sglang_dsv4.linears import ALL_DENSE, KeptLinears
 from sglang_dsv4.model import Model
 from sglang_dsv4.parallel import Parallel
@@ -182,7 +183,7 @@ def _model(target: Target, config: DSV4Config, storages: Sequence[int | None]) -
     alone = Parallel(given.rank, given.size, expert_parallel=given.expert_parallel)
     model = Model(config, target.precision, target.ops, alone, groups, linears)
     for part in model.modules():
-        if isinstance(part, FP4Matrices):
+        if isinstance(part, FP4Matrices | FP8Matrix):
             part.packed = True  # what `pack` reads has no values here
     return model
 

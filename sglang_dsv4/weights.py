@@ -343,10 +343,9 @@ def _targets(model: nn.Module, ledger: Ledger, parallel: Parallel) -> dict[str, 
     held = {name: one for name, one in model.named_modules() if isinstance(one, kinds)}
     stacks: dict[str, Target] = {}
     for name, one in held.items():
-        if isinstance(one, FP4Matrices):
-            one.packed = False
-            if not isinstance(one, FP4Matrix):
-                stacks[name] = one
+        one.packed = False
+        if isinstance(one, FP4Matrices) and not isinstance(one, FP4Matrix):
+            stacks[name] = one
     parts = {f"{name}.{part}" for name, one in held.items() for part, _ in one.named_parameters()}
     found: dict[str, Target] = {**stacks, **named_rows(model)}
     found |= {name: one for name, one in named_weights(model).items() if name not in parts}

@@ -33,16 +33,18 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         *("precision", "tensor_table", "formats", "quantise", "graph_safety_calls", "parallel"),
         *("attention.cache", "attention.metadata", "fp4", "fp8"),
-        "kernels_triton_linear",
         *("ablation_oracle", "ablation_summary", "ablation_texts"),
     ),
-    ("ablation_report", "reference", "kernels_triton_fp4"),
+    ("ablation_report", "reference", "kernels_triton_fp4", "kernels_triton_fragments"),
     ("memory_plan",),
     (
         *("host", "backends", "census", "ledger", "tiny_formats", "nano_demo_server"),
         *("graph_safety_static", "damaged_values"),
     ),
-    ("format_claims", "tiny_weights", "convert_plan", "linears", "kernels_triton_linear_fp4"),
+    (
+        *("format_claims", "tiny_weights", "convert_plan", "linears"),
+        *("kernels_triton_linear", "kernels_triton_linear_fp4"),
+    ),
     ("survey", "expert_storage"),
     ("linear_storage",),
     (

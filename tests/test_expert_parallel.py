@@ -12,9 +12,9 @@ from sglang_dsv4 import backends, host, tiny_formats, tiny_weights, weights
 from sglang_dsv4.checkpoint import CheckpointError
 from sglang_dsv4.cli_make_tiny import shipped_config
 from sglang_dsv4.config import ConfigError, DSV4Config
+from sglang_dsv4.fp4 import FP4Matrices
 from sglang_dsv4.graph_safety_step import SmallLM
 from sglang_dsv4.ledger import ELSEWHERE
-from sglang_dsv4.fp4 import FP4Matrices
 from sglang_dsv4.parallel import (
     Parallel,
     Share,

@@ -27,7 +27,7 @@ CASES: list[CompileCase] = [
     for case in importlib.import_module(file.stem).compile_cases()
 ]
 
-FP4 = [case for case in CASES if "fp4" in case.kernel.__name__ and case.constexprs["BLOCK_K"] > 32]
+PACKED = [case for case in CASES if "WGMMA" in case.constexprs and case.constexprs["BLOCK_K"] > 32]
 EXCHANGED = "shfl.sync.idx"  # how Triton lets the threads of a warp exchange operands here
 
 
@@ -62,14 +62,14 @@ def test_compiles_without_spills(case: CompileCase, capability: int, record_prop
     print(report)
     assert_fits(report)
     # Blackwell's tensor cores take them from memory, and tiles of 32 inputs are for tiny models.
-    if case in FP4 and capability != 100:
+    if case in PACKED and capability != 100:
         assert EXCHANGED not in report.ptx
 
 
-def test_four_bit_weights_in_another_order_are_exchanged() -> None:
+def test_packed_weights_in_another_order_are_exchanged() -> None:
     """They are packed in the order of fragments, so that threads multiply what they have read: the
     test above would see it if Triton's order were another one."""
-    case = next(each for each in FP4 if 90 in each.capabilities)
+    case = next(each for each in PACKED if 90 in each.capabilities)
     other = {**case.constexprs, "WGMMA": not case.constexprs["WGMMA"]}
     assert EXCHANGED in replace(case, constexprs=other).report(90).ptx
 
