@@ -6,21 +6,16 @@ by the Triton kernels. Factors of experts' rows stay apart and in fp32: those of
 the activation, that of w2 goes into the token's weight.
 """
 
-# Kernels are untyped: what their arguments are, a launch decides.
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 
 from sglang_dsv4.backends import multiprocessors
 from sglang_dsv4.dequant import MXFP4_GROUP
 from sglang_dsv4.fp4 import FP4Matrices
-from sglang_dsv4.moe.kernels_triton import _swiglu
+from sglang_dsv4.moe.kernels_triton import scaled_swiglu
 from sglang_dsv4.moe.kernels_triton_experts import Choices, add_choices
 
 # Rows of a block of one expert, and how full the blocks are on average before they grow.
@@ -66,12 +61,7 @@ def routed_experts_fp4(
     order = align(experts.int(), rows, expert_count, return_inactive_prefix_count=True)
     gate_up = torch.empty(pairs, 2 * width, dtype=x.dtype, device=x.device)
     _multiply(x.contiguous(), w13, gate_up, order, weights, rows, top_k)
-    activated = torch.empty(pairs, width, dtype=x.dtype, device=x.device)
-    block = 1024
-    blocks = triton.cdiv(width, block)
-    _scaled_swiglu_kernel[(pairs * blocks,)](
-        gate_up, experts.contiguous(), w13.factors, activated, width, blocks, limit, BLOCK=block
-    )
+    activated = scaled_swiglu(gate_up, experts, w13.factors, limit=limit)
     outputs = torch.empty(pairs, hidden, dtype=x.dtype, device=x.device)
     _multiply(activated, w2, outputs, order, weights, rows, 1)
     if _is_nvfp4(w2):  # in MXFP4 factors are 1
@@ -177,19 +167,3 @@ def _factors_of_one(experts: int, device: torch.device) -> torch.Tensor:
 def _locks(device: torch.device) -> torch.Tensor:
     """Zeros, as the kernels leave them, too."""
     return torch.zeros(multiprocessors() * _THREAD_BLOCKS, dtype=torch.int32, device=device)
-
-
-@triton.jit
-def _scaled_swiglu_kernel(
-    gate_up, experts, factors, result, width, blocks, limit, BLOCK: tl.constexpr
-):
-    """A block of columns of one pair: gate and up times their factors, then the activation."""
-    program = tl.program_id(0)
-    pair = (program // blocks).to(tl.int64)
-    column = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < width
-    own = factors + tl.load(experts + pair) * 2
-    row = gate_up + pair * 2 * width + column
-    gate = tl.load(row, mask=inside, other=0.0).to(tl.float32) * tl.load(own)
-    up = tl.load(row + width, mask=inside, other=0.0).to(tl.float32) * tl.load(own + 1)
-    tl.store(result + pair * width + column, _swiglu(gate, up, limit), mask=inside)

@@ -95,6 +95,23 @@ def swiglu(gate_up: torch.Tensor, *, limit: float) -> torch.Tensor:
     return result
 
 
+def scaled_swiglu(
+    gate_up: torch.Tensor, experts: torch.Tensor, factors: torch.Tensor, *, limit: float
+) -> torch.Tensor:
+    """swiglu of products that lack the factors of their matrices.
+
+    gate_up [T * k, 2 * I] float, experts [T, k] int: of each pair. factors [E, 2] fp32: of an
+    expert's gate and of its up. Returns [T * k, I] in gate_up's dtype, rounded once.
+    """
+    pairs, width, block = gate_up.shape[0], gate_up.shape[1] // 2, 1024
+    result = torch.empty(pairs, width, dtype=gate_up.dtype, device=gate_up.device)
+    blocks = triton.cdiv(width, block)
+    _scaled_swiglu_kernel[(pairs * blocks,)](
+        gate_up, experts.contiguous(), factors, result, width, blocks, limit, BLOCK=block
+    )
+    return result
+
+
 def _empty_routes(
     tokens: int, top_k: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -234,3 +251,19 @@ def _swiglu_kernel(gate_up, row_stride, result, width, blocks, limit, BLOCK: tl.
     up = tl.load(gate_up + row * row_stride + width + column, mask=inside, other=0.0)
     activated = _swiglu(gate.to(tl.float32), up.to(tl.float32), limit)
     tl.store(result + row * width + column, activated, mask=inside)
+
+
+@triton.jit
+def _scaled_swiglu_kernel(
+    gate_up, experts, factors, result, width, blocks, limit, BLOCK: tl.constexpr
+):
+    """A block of columns of one pair: gate and up times their factors, then the activation."""
+    program = tl.program_id(0)
+    pair = (program // blocks).to(tl.int64)
+    column = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    own = factors + tl.load(experts + pair) * 2
+    row = gate_up + pair * 2 * width + column
+    gate = tl.load(row, mask=inside, other=0.0).to(tl.float32) * tl.load(own)
+    up = tl.load(row + width, mask=inside, other=0.0).to(tl.float32) * tl.load(own + 1)
+    tl.store(result + pair * width + column, _swiglu(gate, up, limit), mask=inside)

@@ -98,6 +98,12 @@ def _needs_marlin(machine: Machine) -> str | None:
     return _below(machine, (8, 0)) or _needs_triton(machine)
 
 
+def _needs_humming(machine: Machine) -> str | None:
+    if importlib.util.find_spec("humming") is None:
+        return "humming-kernels is not installed"
+    return _needs_marlin(machine)  # SGLang's kernels find its blocks, too
+
+
 def _needs_flashinfer(machine: Machine) -> str | None:
     if importlib.util.find_spec("flashinfer") is None:
         return "flashinfer-python is not installed"
@@ -133,6 +139,7 @@ _MOE = (_triton("sglang_dsv4.moe.kernels_triton"), _reference("sglang_dsv4.moe")
 _EXPERTS_FP4 = (
     _triton("sglang_dsv4.moe.kernels_triton_fp4"),
     Provider("marlin", "sglang_dsv4.moe.kernels_marlin", _needs_marlin),
+    Provider("humming", "sglang_dsv4.moe.kernels_humming", _needs_humming),
     _MOE[-1],
 )
 _EXPERTS = (_triton("sglang_dsv4.moe.kernels_triton_experts"), _MOE[-1])

@@ -154,6 +154,16 @@ def logits_processor(config: Any) -> torch.nn.Module:
     return LogitsProcessor(config)
 
 
+def expert_blocks() -> Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """The host's kernel that sorts pairs of token and expert into blocks of one expert.
+
+    Imported here: it is there on a GPU alone.
+    """
+    from sglang.srt.layers.moe.fused_moe_triton import moe_align_block_size
+
+    return moe_align_block_size
+
+
 def marlin_kernels() -> Mapping[str, Any]:
     """The host's kernels of weight-only products, and what orders weights for them, by name.
 
@@ -161,13 +171,12 @@ def marlin_kernels() -> Mapping[str, Any]:
     """
     from sglang.kernels.ops.moe.moe_wna16_marlin import moe_wna16_marlin_gemm
     from sglang.kernels.ops.quantization.gptq_marlin_repack import gptq_marlin_repack
-    from sglang.srt.layers.moe.fused_moe_triton import moe_align_block_size
     from sglang.srt.layers.quantization import marlin_utils, marlin_utils_fp4
 
     return {
         "moe_wna16_marlin_gemm": moe_wna16_marlin_gemm,
         "gptq_marlin_repack": gptq_marlin_repack,
-        "moe_align_block_size": moe_align_block_size,
+        "moe_align_block_size": expert_blocks(),
         "marlin_permute_scales": marlin_utils.marlin_permute_scales,
         "nvfp4_marlin_process_scales": marlin_utils_fp4.nvfp4_marlin_process_scales,
         "mxfp4_marlin_process_scales": marlin_utils_fp4.mxfp4_marlin_process_scales,

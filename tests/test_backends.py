@@ -157,6 +157,20 @@ def test_all_is_refused_where_an_op_has_no_such_provider(two_ops):
         choose(GPU, "all=kernel")
 
 
+def test_humming_is_there_where_its_package_is_and_only_where_it_is_named(monkeypatch):
+    (humming,) = (one for one in PROVIDERS["routed_experts_fp4"] if one.name == "humming")
+    found = {"sgl_kernel", "triton"}
+    util = SimpleNamespace(find_spec=lambda name: name if name in found else None)
+    monkeypatch.setattr(backends.importlib, "util", util)
+    assert humming.refuses(GPU) == "humming-kernels is not installed"
+    found.add("humming")
+    assert humming.refuses(GPU) is None
+    assert humming.refuses(CPU) == "needs a GPU of compute capability 8.0, this is None"
+    found.remove("sgl_kernel")
+    assert humming.refuses(GPU) == "sglang-kernel is not installed"
+    assert PROVIDERS["routed_experts_fp4"][0].name == "triton"
+
+
 # ---- the machine ----
 
 

@@ -114,6 +114,7 @@ SELECTIONS = (
     own_tests("attention/test_kernels_compress.py"),
     own_tests("attention/test_kernels_index.py"),
     own_tests("moe/test_kernels_moe.py"),
+    own_tests("moe/test_kernels_humming.py"),
 )
 
 
