@@ -143,7 +143,7 @@ _EXPERTS_FP4 = (
     _MOE[-1],
 )
 _EXPERTS = (_triton("sglang_dsv4.moe.kernels_triton_experts"), _MOE[-1])
-WITH_ALL_EXPERTS = frozenset({"marlin"})  # providers that cannot skip those of other ranks
+WITH_ALL_EXPERTS = frozenset({"humming", "marlin"})  # they cannot skip those of other ranks
 
 # op -> providers, best first
 PROVIDERS: Mapping[str, tuple[Provider, ...]] = MappingProxyType(
@@ -257,10 +257,10 @@ def parse(named: str, expert_parallel: int = 1) -> dict[str, str]:
     known = {op: tuple(provider.name for provider in PROVIDERS[op]) for op in PROVIDERS}
     every = tuple(dict.fromkeys(name for names in known.values() for name in names))
     chosen = parse_assignments(VARIABLE, named, {"all": every, **known})
-    if expert_parallel > 1 and WITH_ALL_EXPERTS & {*chosen.values()}:
+    unfit = WITH_ALL_EXPERTS & {*chosen.values()}
+    if expert_parallel > 1 and unfit:
         raise SettingsError(
-            f"{VARIABLE}: {' and '.join(sorted(WITH_ALL_EXPERTS))} needs all experts on every rank:"
-            " leave it out, or --ep-size"
+            f"{VARIABLE}: {min(unfit)} needs all experts on every rank: leave it out, or --ep-size"
         )
     return chosen
 

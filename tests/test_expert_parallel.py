@@ -112,14 +112,15 @@ def test_sizes_that_work() -> None:
         check(pruned, 4, 4)
 
 
-def test_a_provider_of_all_experts_is_refused() -> None:
-    assert backends.parse("routed_experts_fp4=marlin") == {"routed_experts_fp4": "marlin"}
-    for named in ("routed_experts_fp4=marlin", "all=marlin"):
-        with pytest.raises(SettingsError, match="marlin needs all experts on every rank"):
+@pytest.mark.parametrize("provider", ["marlin", "humming"])
+def test_a_provider_of_all_experts_is_refused(provider: str) -> None:
+    assert backends.parse(f"routed_experts_fp4={provider}") == {"routed_experts_fp4": provider}
+    for named in (f"routed_experts_fp4={provider}", f"all={provider}"):
+        with pytest.raises(SettingsError, match=f"{provider} needs all experts on every rank"):
             backends.parse(named, 2)
     cpu = backends.Machine("cpu", "CPU", None)
     with pytest.raises(SettingsError, match="leave it out, or --ep-size"):
-        backends.choose(cpu, "routed_experts_fp4=marlin", expert_parallel=2)
+        backends.choose(cpu, f"routed_experts_fp4={provider}", expert_parallel=2)
 
 
 # ---- what is loaded: one layer of four experts ----

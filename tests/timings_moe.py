@@ -207,6 +207,7 @@ def compile_cases() -> list[CompileCase]:
             *launched(moe_kernels.route_scored, *gates, top_k=flash.top_k, scale=1.5),
             *launched(moe_kernels.route_hashed, gates[0], ids, table, scale=1.5),
             *launched(moe_kernels.swiglu, gate_up, limit=10.0),
+            *launched(moe_kernels.scaled_swiglu, *_products(flash), limit=10.0),
             *_expert_cases(1, flash, usual=(80, 90, 120)),
             *_expert_cases(8192, flash, usual=(89, 100)),
             *_expert_cases(512, flash, capabilities=(80, 90, 120), usual=()),
@@ -237,6 +238,12 @@ def compile_cases() -> list[CompileCase]:
             usual=sorted({*same.usual, *case.usual}),
         )
     return list(unique.values())
+
+
+def _products(shape: Shape) -> tuple[torch.Tensor, ...]:
+    """gate_up, experts and factors of scaled_swiglu."""
+    gate_up = torch.empty(shape.top_k, 2 * shape.width, dtype=BF16)
+    return gate_up, torch.zeros(1, shape.top_k, dtype=torch.int64), torch.empty(shape.experts, 2)
 
 
 def _mhc_cases(tokens: int, shape: Shape, **options: Any) -> list[CompileCase]:
