@@ -21,10 +21,10 @@ import torch  # noqa: E402
 from torch import nn  # noqa: E402
 
 from sglang_dsv4 import bench_bytes, bench_timer, dequant  # noqa: E402
-from sglang_dsv4.backends import PROVIDERS, Machine, Op, Ops, choose, pack_experts  # noqa: E402
+from sglang_dsv4.backends import PROVIDERS, Machine, Op, Ops, choose, pack_weights  # noqa: E402
 from sglang_dsv4.bench_step import preset_config  # noqa: E402
 from sglang_dsv4.cli_bench import positive, versions  # noqa: E402
-from sglang_dsv4.moe.fp4 import SCALE_OF_ONE, FP4Matrices  # noqa: E402
+from sglang_dsv4.fp4 import SCALE_OF_ONE, FP4Matrices, dense_values  # noqa: E402
 from timings_moe import Shape, chosen_experts  # noqa: E402
 
 FAILED, USAGE = 1, 2
@@ -119,15 +119,10 @@ def dense(weight: FP4Matrices) -> torch.Tensor:
     if device.type == "cuda" and (free := torch.cuda.mem_get_info()[0]) < needed:
         raise MemoryError(f"needs {needed / 2**30:.0f} GiB, {free / 2**30:.0f} are free")
     result = torch.empty(weight.shape, dtype=torch.bfloat16, device=device)
-    for out, codes, scales, factors in zip(
-        result, weight.codes, weight.scales, weight.factors, strict=True
-    ):
-        if weight.group == dequant.MXFP4_GROUP:
-            values = dequant.mxfp4(codes, scales)
-        else:
-            values = dequant.nvfp4(codes, scales, factors.new_ones(1))
-        parts = zip(values.chunk(weight.parts), factors, strict=True)
-        out.copy_(torch.cat([part * factor for part, factor in parts]))
+    parts = zip(weight.codes, weight.scales, weight.factors, strict=True)
+    for out, part in zip(result, parts, strict=True):
+        codes, scales, factors = (each.unsqueeze(0) for each in part)
+        out.copy_(dense_values(codes, scales, factors, weight.group)[0])
     return result
 
 
@@ -162,7 +157,7 @@ def prepared(name: str, ops: Ops, fp4: tuple[FP4Matrices, FP4Matrices]) -> tuple
     """The op, and w13 and w2 as it wants them."""
     if name == BF16:
         return ops.routed_experts, tuple(map(dense, fp4))
-    pack_experts(ops, nn.ModuleList(fp4))
+    pack_weights(ops, nn.ModuleList(fp4))
     return ops.routed_experts_fp4, fp4
 
 
