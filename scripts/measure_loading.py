@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,16 +24,25 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from sglang_dsv4 import cli_make_tiny, parallel, tiny_formats, tiny_weights, weights
+from sglang_dsv4 import (
+    cli_make_tiny,
+    expert_storage,
+    parallel,
+    tiny_formats,
+    tiny_weights,
+    weights,
+)
 from sglang_dsv4.checkpoint import BYTES, INDEX_FILE
 from sglang_dsv4.config import DSV4Config
 from sglang_dsv4.formats import DTYPE_NAMES
+from sglang_dsv4.fp4 import FP4Matrices
 from sglang_dsv4.parallel import Parallel
 from sglang_dsv4.tensor_table import Kept, Slot, expected_tensors
 
 EXAMPLES = """\
 examples:
   measure_loading.py --format vendor --gigabytes 2
+  measure_loading.py --format vendor --four-bit-experts    experts as on a GPU
   measure_loading.py --gigabytes 20 --keep DIR --sink      parameters in one buffer, not in memory
   measure_loading.py --gigabytes 2 --ranks 2 --json        what rank 0 of two reads
   measure_loading.py --gigabytes 2 --reader sglang         through SGLang's own stream
@@ -163,10 +172,13 @@ class Parameters(nn.Module):
     """What `weights.load` fills, without a model: this rank's parameters.
 
     sink: all are views of one buffer, as large as the largest matrix, so that checkpoints larger
-    than the memory can be loaded; nothing else in loading differs.
+    than the memory can be loaded; nothing else in loading differs. groups: see `Model`'s
+    expert_groups; without sink.
     """
 
-    def __init__(self, config: DSV4Config, held: Parallel, *, sink: bool) -> None:
+    def __init__(
+        self, config: DSV4Config, held: Parallel, *, sink: bool, groups: Mapping[int, int]
+    ) -> None:
         super().__init__()
         made = {slot.parameter: slot for slot in expected_tensors(config).values()}
         largest = max(math.prod(_share(slot, held)) for slot in made.values())
@@ -176,17 +188,23 @@ class Parameters(nn.Module):
             kept = {Kept.FP32: torch.float32, Kept.INT64: torch.int64}
             dtype, shape = kept.get(slot.row.kept, torch.bfloat16), _share(slot, held)
             stack = () if slot.expert is None else (experts,)
-            if sink:
-                size = math.prod(shape) * dtype.itemsize
-                values = buffer[:size].view(dtype).view(shape).expand(*stack, *shape)
-            else:
-                values = torch.ones(*stack, *shape, dtype=dtype)  # written: it is in memory
             *path, leaf = name.split(".")
             owner: nn.Module = self
             for step in path:
                 if not hasattr(owner, step):
                     owner.add_module(step, nn.Module())
                 owner = getattr(owner, step)
+            group = None if slot.expert is None else groups.get(int(path[2]))
+            if group is not None:
+                four_bits = FP4Matrices(experts, *shape, group=group, parts=slot.row.parts)
+                four_bits.codes.fill_(0)  # written, as below
+                owner.add_module(leaf, four_bits)
+                continue
+            if sink:
+                size = math.prod(shape) * dtype.itemsize
+                values = buffer[:size].view(dtype).view(shape).expand(*stack, *shape)
+            else:
+                values = torch.ones(*stack, *shape, dtype=dtype)  # written: it is in memory
             if slot.row.kept is Kept.INT64:
                 owner.register_buffer(leaf, values)
             else:
@@ -298,12 +316,18 @@ def measure(folder: Path, arguments: argparse.Namespace, config: DSV4Config) -> 
         "largest_file": max(file.stat().st_size for file in files),
         "ranks": arguments.ranks,
         "expert_parallel": arguments.expert_parallel,
+        "four_bit_experts": arguments.four_bit_experts,
         "reader": arguments.reader,
         "sink": arguments.sink,
     }
     ranks = {"rank": 0, "size": arguments.ranks, "expert_parallel": arguments.expert_parallel}
     parallel.check(config, arguments.ranks, arguments.expert_parallel)
-    model = Parameters(config, Parallel(**ranks), sink=arguments.sink)
+    groups: Mapping[int, int] = {}
+    if arguments.four_bit_experts:
+        held = expert_storage.from_headers(folder)
+        of_rank = {"device": "cpu", "ranks": arguments.ranks // arguments.expert_parallel}
+        groups = expert_storage.decide(config, held, chosen="fp4", **of_rank).groups
+    model = Parameters(config, Parallel(**ranks), sink=arguments.sink, groups=groups)
 
     stream = READERS[arguments.reader]()
 
@@ -354,13 +378,17 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--shards", type=int, default=4, help="files that it is split into (default: 4)")
     add("--keep", type=Path, metavar="DIR", help="where to write it, or find it, and to leave it")
     add("--sink", action="store_true", help="one buffer for all parameters")
+    add("--four-bit-experts", action="store_true", help="kept so; without --sink")
     add("--ranks", type=int, default=1, help="ranks that share the model (default: 1)")
     add("--expert-parallel", type=int, default=1, help="groups of ranks for experts (default: 1)")
     add("--reader", choices=READERS, default="mapped", help="the stream (default: mapped)")
     add("--threads", type=int, default=1, help="threads that compute (default: 1)")
     add("--cache-gigabytes", type=float, default=4.0, help="up to this, also from memory (4)")
     add("--json", action="store_true", help="print figures for a machine")
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if arguments.sink and arguments.four_bit_experts:
+        parser.error("--four-bit-experts needs the parameters in memory: leave out --sink")
+    return arguments
 
 
 def main(argv: Sequence[str] | None = None) -> int:
