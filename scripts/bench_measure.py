@@ -209,6 +209,34 @@ def served(info: dict[str, Any], ours: bool) -> tuple[bool, str]:
     return right, f"{state.get('model_class')}, rows {state.get('rows')}, ops by {providers}"
 
 
+# ---- start ----
+
+# What a start has behind it when SGLang's log has a line with this for the first time, in order.
+STAGES = {
+    "server imported": "server_args=",
+    "scheduler imported": "Init parallel begin",
+    "weights": "Load weight end",
+    "cache": "Memory pool end",
+    "graphs": "max_total_num_tokens=",
+    "warm": "ready to roll",
+}
+_TIME = re.compile(r"^\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)", re.MULTILINE)
+
+
+def stages(log: str, begin: float) -> dict[str, int]:
+    """Whole seconds from `begin`, a time.time(), to each of STAGES that the log tells of."""
+    found: dict[str, int] = {}
+    for line in log.splitlines():
+        match = _TIME.match(line)
+        if match is None:
+            continue
+        for stage, text in STAGES.items():
+            if stage not in found and text in line:
+                then = time.mktime(time.strptime(match[1], "%Y-%m-%d %H:%M:%S"))
+                found[stage] = max(0, round(then - begin))
+    return found
+
+
 # ---- memory ----
 
 _PER_TOKEN = re.compile(r"bytes_per_full_token=([\d.]+)")

@@ -153,6 +153,7 @@ def markdown(result: Result) -> str:
         "",
         *_variants(result),
         "",
+        *_starts(result),
         *_points(result),
     ]
     broken = [
@@ -188,6 +189,17 @@ def _variants(result: Result) -> list[str]:
             _held(about.get("ready_s")),
         ])  # fmt: skip
     return table(head, rows)
+
+
+def _starts(result: Result) -> list[str]:
+    """When each stage of a start was behind it; nothing where no log tells."""
+    told = {name: about.get("stages") or {} for name, about in result["variants"].items()}
+    head = list(dict.fromkeys(stage for found in told.values() for stage in found))
+    if not head:
+        return []
+    rows = [[name, *(_held(found.get(stage)) for stage in head)] for name, found in told.items()]
+    text = "Seconds from the start until its log tells of (of the last start of each):"
+    return [text, "", *table(["variant", *head], rows), ""]
 
 
 def _memory(about: Row, field: str) -> str:

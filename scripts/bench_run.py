@@ -128,7 +128,7 @@ class Bench:
         about = self.result["variants"].setdefault(name, {})
         command = [part.replace(f"{SCRIPTS.parent}/", "") for part in server.command()]
         about |= {"command": command, "environment": server.env}
-        begin = time.monotonic()
+        begin, clock = time.monotonic(), time.time()
         try:
             server.__enter__()
         except (RuntimeError, OSError):
@@ -139,6 +139,7 @@ class Bench:
         else:
             about |= {"status": "ok", "ready_s": round(time.monotonic() - begin, 1)}
             print(f"{name}: ready after {about['ready_s']} s", flush=True)
+        about["stages"] = measure.stages(server.log.read_text(errors="replace"), clock)
         return about.get("ready_s")
 
     def ready(self, name: str) -> None:

@@ -6,6 +6,7 @@ import importlib
 import json
 import math
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -457,6 +458,22 @@ def test_serving_results_are_counted(tmp_path: Path) -> None:
 
 
 # ---- a whole call, with servers that are none ----
+
+
+def test_stages_of_a_start_are_read_from_its_log() -> None:
+    begin = time.mktime(time.strptime("2026-12-01 04:13:00", "%Y-%m-%d %H:%M:%S"))
+    log = (
+        "Init parallel begin, but without a time\n"
+        "[2026-12-01 04:13:09] server_args={}\n[2026-12-01 04:13:30 TP0] Init parallel begin.\n"
+        "[2026-12-01 04:13:31] Init parallel begin.\n[2026-12-01 04:13:40] Memory pool end. avail\n"
+    )
+    expected = {"server imported": 9, "scheduler imported": 30, "cache": 40}
+    assert measure.stages(log, begin + 0.2) == expected and measure.stages("", begin) == {}
+    result = {"variants": {"a": {"stages": expected}, "b": {"status": "failed"}}}
+    text = "\n".join(report._starts(result))
+    assert "| variant | server imported | scheduler imported | cache |" in text
+    assert "| a | 9.0 | 30.0 | 40.0 |\n| b | - | - | - |" in text
+    assert report._starts({"variants": {"b": {}}}) == []
 
 
 class NoServer(measure.Server):
