@@ -116,7 +116,9 @@ class Subject:
             self.lm = SmallLM(config, self._recording(), table, Parallel())
         self.report = weights.load(self.lm, tensors(folder), config, rank=0, size=1, chosen=table)
         for layer in self.lm.model.layers:
-            layer.register_forward_hook(lambda _, __, output: self._layers.append(output))
+            layer.register_forward_hook(
+                lambda _, __, residual: self._layers.append(self.lm.ops.mhc_post(*residual))
+            )
 
     def _recording(self) -> Ops:
         ops = choose(Machine.probe("cpu"))

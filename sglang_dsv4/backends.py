@@ -119,6 +119,11 @@ def _triton(module: str) -> Provider:
 
 
 _MODEL = (_triton("sglang_dsv4.kernels_triton"), _reference("sglang_dsv4"))
+_BETWEEN = (
+    Provider("separate", _MODEL[0].module, _needs_triton),
+    Provider("fused", "sglang_dsv4.kernels_triton_mhc", _needs_triton),
+    _MODEL[-1],
+)
 _LINEAR = (Provider("cublas", "sglang_dsv4.kernels_cublas", _needs_gpu), _MODEL[-1])
 _LINEAR_FP8 = (_triton("sglang_dsv4.kernels_triton_linear"), _MODEL[-1])
 _LINEAR_FP4 = (_triton("sglang_dsv4.kernels_triton_linear_fp4"), _MODEL[-1])
@@ -152,7 +157,7 @@ PROVIDERS: Mapping[str, tuple[Provider, ...]] = MappingProxyType(
         "linear_fp8": _LINEAR_FP8,
         "linear_fp4": _LINEAR_FP4,
         "rms_norm": _MODEL,
-        "mhc_pre": _MODEL,
+        "mhc_post_pre_norm": _BETWEEN,
         "mhc_post": _MODEL,
         "mhc_head": _MODEL,
         "build_metadata": _METADATA,
@@ -183,7 +188,7 @@ class Ops:
     linear_fp8: Op
     linear_fp4: Op
     rms_norm: Op
-    mhc_pre: Op
+    mhc_post_pre_norm: Op
     mhc_post: Op
     mhc_head: Op
     build_metadata: Op

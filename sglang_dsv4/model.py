@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -17,6 +18,20 @@ from sglang_dsv4.moe.layer import MoE
 from sglang_dsv4.parallel import Parallel
 from sglang_dsv4.parameters import Weight, tensor
 from sglang_dsv4.precision import Precision
+
+
+class Residual(NamedTuple):
+    """What goes from one sub-layer to the next: the streams that it read, and its output, which the
+    next one writes into them when it reads, since one op can do both at less cost.
+
+    y [T, D]; streams [T, m, D]; post [T, m] and comb [T, m, m] fp32: how y is written and streams
+    are mixed, `mhc_post(*residual)`. Before the first sub-layer there are only streams.
+    """
+
+    y: torch.Tensor | None
+    streams: torch.Tensor
+    post: torch.Tensor | None
+    comb: torch.Tensor | None
 
 
 class DecoderLayer(nn.Module):
@@ -35,7 +50,6 @@ class DecoderLayer(nn.Module):
         """expert_group: see `moe.layer.MoE`; kept: of its other matrices."""
         super().__init__()
         self.ops = ops
-        self.eps = config.rms_norm_eps
         self.mhc = {
             "iterations": config.hc_sinkhorn_iters,
             "norm_eps": config.rms_norm_eps,
@@ -52,20 +66,29 @@ class DecoderLayer(nn.Module):
             setattr(self, f"hc_{site}_scale", tensor(3, dtype=torch.float32))
 
     def forward(
-        self, streams: torch.Tensor, token_ids: torch.Tensor, meta: Metadata, cache: LayerCache
-    ) -> torch.Tensor:
-        """streams [T, m, D] -> [T, m, D]; token_ids [T] feed the hash router."""
-        x, post, comb = self.ops.mhc_pre(
-            streams, self.hc_attn_fn, self.hc_attn_base, self.hc_attn_scale, **self.mhc
+        self, residual: Residual, token_ids: torch.Tensor, meta: Metadata, cache: LayerCache
+    ) -> Residual:
+        """From the sub-layer before to the one after; token_ids [T] feed the hash router."""
+        streams, x, post, comb = self.ops.mhc_post_pre_norm(
+            *residual,
+            self.hc_attn_fn,
+            self.hc_attn_base,
+            self.hc_attn_scale,
+            self.attn_norm.weight,
+            **self.mhc,
         )
-        x = self.ops.rms_norm(x, self.attn_norm.weight, eps=self.eps)
-        streams = self.ops.mhc_post(self.attn(x, meta, cache), streams, post, comb)
-
-        x, post, comb = self.ops.mhc_pre(
-            streams, self.hc_ffn_fn, self.hc_ffn_base, self.hc_ffn_scale, **self.mhc
+        streams, x, post, comb = self.ops.mhc_post_pre_norm(
+            self.attn(x, meta, cache),
+            streams,
+            post,
+            comb,
+            self.hc_ffn_fn,
+            self.hc_ffn_base,
+            self.hc_ffn_scale,
+            self.ffn_norm.weight,
+            **self.mhc,
         )
-        x = self.ops.rms_norm(x, self.ffn_norm.weight, eps=self.eps)
-        return self.ops.mhc_post(self.ffn(x, token_ids), streams, post, comb)
+        return Residual(self.ffn(x, token_ids), streams, post, comb)
 
 
 class Model(nn.Module):
@@ -104,10 +127,11 @@ class Model(nn.Module):
     ) -> torch.Tensor:
         """token_ids [T] int64 -> [T, D], ready for the LM head."""
         streams = self._embed(token_ids).unsqueeze(1).repeat(1, self.hc_mult, 1)
+        residual = Residual(None, streams, None, None)
         for layer, cache in zip(self.layers, caches, strict=True):
-            streams = layer(streams, token_ids, meta, cache)
+            residual = layer(residual, token_ids, meta, cache)
         x = self.ops.mhc_head(
-            streams,
+            self.ops.mhc_post(*residual),
             self.hc_head_fn,
             self.hc_head_base,
             self.hc_head_scale,

@@ -120,6 +120,42 @@ def mhc_post(
     return torch.baddbmm(written, comb.mT, streams.float()).to(streams.dtype)
 
 
+def mhc_post_pre_norm(
+    y: torch.Tensor | None,
+    streams: torch.Tensor,
+    post: torch.Tensor | None,
+    comb: torch.Tensor | None,
+    fn: torch.Tensor,
+    base: torch.Tensor,
+    scale: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    iterations: int,
+    norm_eps: float,
+    hc_eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Between two sub-layers: mhc_post of the one, then mhc_pre and RMS norm of the other.
+
+    y       [T, D] float or None: the first one's output; None before the first of all, where the
+            streams stay as they are.
+    streams [T, m, D] float: those that it read.
+    post    [T, m] fp32, comb [T, m, m] fp32 [source, destination]: as it got them; None where y is.
+    fn      [(2 + m) * m, m * D], base [(2 + m) * m], scale [3], all fp32: of the other, as in
+            mhc_pre; iterations and hc_eps too.
+    weight  [D] float: of its norm.
+    norm_eps: added to the mean square, by both norms.
+    Returns the streams [T, m, D] that the other reads, its input x [T, D] in their dtype, and the
+    post [T, m] and comb [T, m, m] of its output. Rounded where the three ops round.
+    """
+    if y is not None:
+        assert post is not None and comb is not None
+        streams = mhc_post(y, streams, post, comb)
+    x, post, comb = mhc_pre(
+        streams, fn, base, scale, iterations=iterations, norm_eps=norm_eps, hc_eps=hc_eps
+    )
+    return streams, rms_norm(x, weight, eps=norm_eps), post, comb
+
+
 def mhc_head(
     streams: torch.Tensor,
     fn: torch.Tensor,

@@ -44,7 +44,7 @@ PREFILLS = (3, 17, 100, 128, 257, 512, 1001, 2048, 4096, 8192)
 MANIFEST = "sglang_dsv4_warm.json"
 # Providers that can be run on tensors without values in a process that serves afterwards: others
 # would keep some of these tensors.
-LEAVE_NO_TRACE = frozenset({"triton", "cublas", "flashmla"})
+LEAVE_NO_TRACE = frozenset({"triton", "separate", "fused", "cublas", "flashmla"})
 Builder = tuple[str, Callable[[], Any]]  # what it builds, and the call that does
 
 

@@ -17,6 +17,7 @@ import torch
 
 import oracle
 from inprocess import Request, Runner
+from sglang_dsv4.model import Residual
 
 EXACT = 1e-4  # largest difference allowed in float32, of values up to 15
 TIE = 1e-4  # scores closer than this may be ranked either way
@@ -71,13 +72,16 @@ def guide(runner: Runner, expected: Sequence[torch.Tensor]) -> Iterator[list[tor
     expected: for each layer [tokens, m, D]; tokens beyond (padding) go on with their own streams.
     """
     found: list[torch.Tensor] = []
+    write = runner.lm.ops.mhc_post
 
     def lead(before: torch.Tensor, _: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        streams, *others = arguments
-        return torch.cat([before.to(streams.dtype), streams[len(before) :]]), *others
+        residual, *others = arguments
+        own = write(*residual)
+        led = torch.cat([before.to(own.dtype), own[len(before) :]])
+        return Residual(None, led, None, None), *others
 
-    def keep(_: Any, __: Any, streams: torch.Tensor) -> None:
-        found.append(streams)
+    def keep(_: Any, __: Any, residual: Residual) -> None:
+        found.append(write(*residual))
 
     layers = list(runner.lm.model.layers)
     hooks = [layer.register_forward_hook(keep) for layer in layers]

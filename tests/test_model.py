@@ -64,10 +64,14 @@ def watch(runner: Runner) -> list[dict[str, list[torch.Tensor]]]:
     def keep(results: list[torch.Tensor]) -> Callable[..., None]:
         return lambda module, arguments, result: results.append(result)
 
+    def keep_streams(results: list[torch.Tensor]) -> Callable[..., None]:
+        return lambda layer, _, residual: results.append(layer.ops.mhc_post(*residual))
+
     for layer in runner.lm.model.layers:
         parts = {"selected": layer.attn.indexer, "attention": layer.attn, "moe": layer.ffn}
-        seen.append({})
-        for name, module in (parts | {"streams": layer}).items():
+        seen.append({"streams": []})
+        layer.register_forward_hook(keep_streams(seen[-1]["streams"]))
+        for name, module in parts.items():
             if module is not None:
                 seen[-1][name] = []
                 module.register_forward_hook(keep(seen[-1][name]))

@@ -1,0 +1,308 @@
+"""What mHC does between two sub-layers in two kernels, where `kernels_triton.py` takes four.
+
+`reference.py` is the definition. The first kernel writes the streams and multiplies them while it
+has them; the second turns the products into the next sub-layer's input, norm included. Sums have a
+fixed order, so that two calls on equal tensors of one shape agree bit for bit.
+
+The second kernel has a program for each token, which holds the whole input: so its norm sees the
+very values that are normed, rounded as they are. The sum of their squares would also follow from
+products of streams with streams, pre^T G pre, and programs could share a token then; but where
+streams nearly cancel, G's own rounding is all that is left of it. Few tokens lose nothing: Sinkhorn
+runs beside and takes longer.
+"""
+
+# Kernels are untyped: what their arguments are, a launch decides.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_dsv4.kernels_triton import _column, _dot_fp32, _mix, _write_comb, _write_post
+
+
+def mhc_post_pre_norm(
+    y: torch.Tensor | None,
+    streams: torch.Tensor,
+    post: torch.Tensor | None,
+    comb: torch.Tensor | None,
+    fn: torch.Tensor,
+    base: torch.Tensor,
+    scale: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    iterations: int,
+    norm_eps: float,
+    hc_eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Between two sub-layers: mhc_post of the one, then mhc_pre and RMS norm of the other.
+
+    y       [T, D] float or None: the first one's output; None before the first of all, where the
+            streams stay as they are.
+    streams [T, m, D] float: those that it read.
+    post    [T, m] fp32, comb [T, m, m] fp32 [source, destination]: as it got them; None where y is.
+    fn      [(2 + m) * m, m * D], base [(2 + m) * m], scale [3], all fp32: of the other, as in
+            mhc_pre; iterations and hc_eps too.
+    weight  [D] float: of its norm.
+    norm_eps: added to the mean square, by both norms.
+    Returns the streams [T, m, D] that the other reads, its input x [T, D] in their dtype, and the
+    post [T, m] and comb [T, m, m] of its output. Rounded where the three ops round.
+    """
+    tiles = _tiles(streams.shape[0])
+    streams, sums = _post_and_project(y, streams, post, comb, fn, tiles)
+    x, post, comb = _mix_and_norm(
+        streams, sums, base, scale, weight, tiles, iterations, norm_eps, hc_eps
+    )
+    return streams, x, post, comb
+
+
+@dataclass(frozen=True)
+class _Tiles:
+    """How the work is cut. First kernel: tokens and channels (of each stream) of a tile, slices of
+    a token's channels, warps. Second kernel: mixed, tokens of a program that mixes back."""
+
+    tokens: int
+    channels: int
+    slices: int
+    warps: int
+    mixed: int
+
+
+def _tiles(tokens: int) -> _Tiles:
+    """Few variants, since each is compiled; in each about a program per processor or more.
+
+    With few tokens the time goes into reading fn once, so it is cut into many slices; with many
+    into the streams, where a larger tile reads fn less often. Tensor cores take 16 tokens: up to 4
+    programs of one token each do without them, and without the exchanges that they need; together
+    they read fn from the L2 so often.
+    """
+    if tokens <= 4:
+        return _Tiles(tokens=1, channels=32, slices=128, warps=4, mixed=1)
+    if tokens <= 32:
+        return _Tiles(tokens=16, channels=32, slices=128, warps=4, mixed=1)
+    if tokens <= 256:
+        return _Tiles(tokens=16, channels=64, slices=64, warps=4, mixed=1)
+    return _Tiles(tokens=64, channels=64, slices=16, warps=8, mixed=16)
+
+
+def _post_and_project(
+    y: torch.Tensor | None,
+    streams: torch.Tensor,
+    post: torch.Tensor | None,
+    comb: torch.Tensor | None,
+    fn: torch.Tensor,
+    tiles: _Tiles,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The streams with y in them, and partial sums [slices, T, rows + 1] of fn times these and of
+    their squares, to be added in the slices' order."""
+    streams = streams.contiguous()
+    (tokens, m, hidden), rows = streams.shape, fn.shape[0]
+    slices = min(tiles.slices, triton.cdiv(hidden, tiles.channels))
+    slice_width = triton.cdiv(triton.cdiv(hidden, slices), tiles.channels) * tiles.channels
+    slices = triton.cdiv(hidden, slice_width)
+    sums = torch.empty(slices, tokens, rows + 1, dtype=torch.float32, device=streams.device)
+    result = streams if y is None else torch.empty_like(streams)
+    if tokens == 0:
+        return result, sums
+    _post_project_kernel[(slices, triton.cdiv(tokens, tiles.tokens))](
+        None if y is None else y.contiguous(),
+        streams,
+        None if post is None else post.contiguous(),
+        None if comb is None else comb.contiguous(),
+        fn.contiguous(),
+        result,
+        sums,
+        tokens,
+        hidden,
+        slice_width,
+        M=m,
+        ROWS=rows,
+        BLOCK_T=tiles.tokens,
+        BLOCK_D=tiles.channels,
+        BLOCK_R=max(triton.next_power_of_2(rows), 16),
+        num_warps=tiles.warps,
+        num_stages=2,
+    )
+    return result, sums
+
+
+def _mix_and_norm(
+    streams: torch.Tensor,
+    sums: torch.Tensor,
+    base: torch.Tensor,
+    scale: torch.Tensor,
+    weight: torch.Tensor,
+    tiles: _Tiles,
+    iterations: int,
+    norm_eps: float,
+    hc_eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x, post and comb from the streams and their sums."""
+    tokens, m, hidden = streams.shape
+    x = torch.empty(tokens, hidden, dtype=streams.dtype, device=streams.device)
+    post = torch.empty(tokens, m, dtype=torch.float32, device=streams.device)
+    comb = torch.empty(tokens, m, m, dtype=torch.float32, device=streams.device)
+    if tokens == 0:
+        return x, post, comb
+    block = triton.next_power_of_2(hidden)
+    mixing = triton.cdiv(tokens, tiles.mixed)
+    _mix_norm_kernel[(mixing + tokens,)](
+        streams,
+        sums,
+        base.contiguous(),
+        scale.contiguous(),
+        weight.contiguous(),
+        x,
+        post,
+        comb,
+        tokens,
+        hidden,
+        sums.shape[0],
+        mixing,
+        norm_eps,
+        hc_eps,
+        ITERATIONS=iterations,
+        M=m,
+        ROWS=sums.shape[2] - 1,
+        BLOCK_T=tiles.mixed,
+        BLOCK_D=block,
+        BLOCK_S=tiles.slices,
+        # Every warp of a program that mixes back does all of it: more than two on each of a
+        # processor's four schedulers would be in each other's way.
+        num_warps=min(max(block // 256, 1), 8),
+    )
+    return x, post, comb
+
+
+# ---- kernels ----
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _post_project_kernel(
+    y,
+    streams,
+    post,
+    comb,
+    fn,
+    result,
+    sums,
+    tokens,
+    hidden,
+    slice_width,
+    M: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """One slice of the channels, of all streams, for one tile of tokens: these streams with y in
+    them (y None: as they are), and what they add to ROWS sums and to that of squares."""
+    part = tl.program_id(0)
+    token = (tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
+    row = tl.arange(0, BLOCK_R)
+    # Without tensor cores, products of one token are added where they are, and exchanged last.
+    alone: tl.constexpr = BLOCK_T == 1
+    total = tl.zeros((BLOCK_D if alone else BLOCK_T, BLOCK_R), tl.float32)
+    squares = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
+    if y is not None:
+        gates = _of_tokens(post, token, tokens, M)
+        mixes = _of_tokens(comb, token, tokens, M * M)
+    end = tl.minimum((part + 1) * slice_width, hidden)
+    for first in range(part * slice_width, end, BLOCK_D):
+        channel = first + tl.arange(0, BLOCK_D)
+        inside = (token < tokens)[:, None] & (channel < end)[None, :]
+        line = token[:, None] * M * hidden + channel[None, :]
+        old: tl.tuple = ()
+        for j in tl.static_range(M):
+            old = old + (tl.load(streams + line + j * hidden, mask=inside, other=0.0),)
+        if y is not None:
+            output = tl.load(
+                y + token[:, None] * hidden + channel[None, :], mask=inside, other=0.0
+            ).to(tl.float32)
+        for k in tl.static_range(M):
+            factors = tl.load(
+                fn + row[None, :] * M * hidden + k * hidden + channel[:, None],
+                mask=(row < ROWS)[None, :] & (channel < end)[:, None],
+                other=0.0,
+            )
+            new = old[k]
+            if y is not None:
+                wide = gates[k][:, None] * output
+                for j in tl.static_range(M):
+                    wide += mixes[j * M + k][:, None] * old[j].to(tl.float32)
+                new = wide.to(streams.dtype.element_ty)
+                tl.store(result + line + k * hidden, new, mask=inside)
+            wide = new.to(tl.float32)
+            squares += wide * wide
+            if alone:
+                total += tl.trans(wide) * factors
+            else:
+                total += _dot_fp32(new, factors)
+    if alone:
+        total = tl.sum(total, 0)[None, :]
+    line = sums + (part * tokens + token) * (ROWS + 1)
+    written = (token < tokens)[:, None] & (row < ROWS)[None, :]
+    tl.store(line[:, None] + row[None, :], total, mask=written)
+    tl.store(line + ROWS, tl.sum(squares, 1), mask=token < tokens)
+
+
+@triton.jit
+def _of_tokens(table, token, tokens, COUNT: tl.constexpr):
+    """COUNT numbers of each token: a tuple of [tokens of the program]."""
+    found: tl.tuple = ()
+    for i in tl.static_range(COUNT):
+        found = found + (tl.load(table + token * COUNT + i, mask=token < tokens, other=0.0),)
+    return found
+
+
+@triton.jit(do_not_specialize=["tokens", "slices", "mixing"])
+def _mix_norm_kernel(
+    streams,
+    sums,
+    base,
+    scale,
+    weight,
+    x,
+    post,
+    comb,
+    tokens,
+    hidden,
+    slices,
+    mixing,
+    norm_eps,
+    hc_eps,
+    ITERATIONS: tl.constexpr,
+    M: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """The first `mixing` programs, which take longest, mix back BLOCK_T tokens each; every other
+    one makes the input of one token. Streams are asked for before the sums are waited for."""
+    program = tl.program_id(0)
+    if program < mixing:
+        token = (program * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
+        mix = _mix(sums, token, tokens, slices, M * hidden, norm_eps, ROWS, BLOCK_S)
+        _write_post(mix, base, scale, post, token, tokens, M)
+        _write_comb(mix, base, scale, comb, token, tokens, hc_eps, ITERATIONS, M)
+        return
+    token = (program - mixing + tl.arange(0, 1)).to(tl.int64)
+    channel = tl.arange(0, BLOCK_D)
+    inside = (channel < hidden)[None, :]
+    line = token[:, None] * hidden + channel[None, :]
+    factors = tl.load(weight + channel[None, :], mask=inside, other=0.0).to(tl.float32)
+    values: tl.tuple = ()
+    for i in tl.static_range(M):
+        place = streams + line + (token * (M - 1) + i)[:, None] * hidden
+        values = values + (tl.load(place, mask=inside, other=0.0),)
+    mix = _mix(sums, token, tokens, slices, M * hidden, norm_eps, ROWS, BLOCK_S)
+    total = tl.zeros((1, BLOCK_D), tl.float32)
+    for i in tl.static_range(M):
+        logit = _column(mix, i) * tl.load(scale) + tl.load(base + i)
+        total += (tl.sigmoid(logit) + hc_eps)[:, None] * values[i].to(tl.float32)
+    total = total.to(streams.dtype.element_ty).to(tl.float32)
+    inverse_rms = tl.rsqrt(tl.sum(total * total, 1) / hidden + norm_eps)
+    tl.store(x + line, total * inverse_rms[:, None] * factors, mask=inside)
