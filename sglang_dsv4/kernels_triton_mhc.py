@@ -83,8 +83,8 @@ def _tiles(tokens: int) -> _Tiles:
     if tokens <= 32:
         return _Tiles(tokens=16, channels=32, slices=128, warps=4, mixed=1)
     if tokens <= 256:
-        return _Tiles(tokens=16, channels=64, slices=64, warps=4, mixed=1)
-    return _Tiles(tokens=64, channels=64, slices=16, warps=8, mixed=16)
+        return _Tiles(tokens=16, channels=32, slices=64, warps=4, mixed=1)
+    return _Tiles(tokens=64, channels=32, slices=16, warps=8, mixed=16)
 
 
 def _post_and_project(
@@ -201,60 +201,60 @@ def _post_project_kernel(
     them (y None: as they are), and what they add to ROWS sums and to that of squares."""
     part = tl.program_id(0)
     token = (tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
-    row = tl.arange(0, BLOCK_R)
-    # Without tensor cores, products of one token are added where they are, and exchanged last.
-    alone: tl.constexpr = BLOCK_T == 1
-    total = tl.zeros((BLOCK_D if alone else BLOCK_T, BLOCK_R), tl.float32)
-    squares = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
-    if y is not None:
-        gates = _of_tokens(post, token, tokens, M)
-        mixes = _of_tokens(comb, token, tokens, M * M)
+    there = token < tokens
+    row, stream = tl.arange(0, BLOCK_R), tl.arange(0, M)
+    WIDTH: tl.constexpr = M * BLOCK_D
+    # Without tensor cores, a token's products are added where they are, and exchanged last.
+    ALONE: tl.constexpr = BLOCK_T == 1
+    total = tl.zeros((WIDTH if ALONE else BLOCK_T, BLOCK_R), tl.float32)
+    squares = tl.zeros((BLOCK_T, WIDTH), tl.float32)
     end = tl.minimum((part + 1) * slice_width, hidden)
     for first in range(part * slice_width, end, BLOCK_D):
         channel = first + tl.arange(0, BLOCK_D)
-        inside = (token < tokens)[:, None] & (channel < end)[None, :]
-        line = token[:, None] * M * hidden + channel[None, :]
-        old: tl.tuple = ()
-        for j in tl.static_range(M):
-            old = old + (tl.load(streams + line + j * hidden, mask=inside, other=0.0),)
-        if y is not None:
-            output = tl.load(
-                y + token[:, None] * hidden + channel[None, :], mask=inside, other=0.0
-            ).to(tl.float32)
-        for k in tl.static_range(M):
-            factors = tl.load(
-                fn + row[None, :] * M * hidden + k * hidden + channel[:, None],
-                mask=(row < ROWS)[None, :] & (channel < end)[:, None],
-                other=0.0,
-            )
-            new = old[k]
-            if y is not None:
-                wide = gates[k][:, None] * output
-                for j in tl.static_range(M):
-                    wide += mixes[j * M + k][:, None] * old[j].to(tl.float32)
-                new = wide.to(streams.dtype.element_ty)
-                tl.store(result + line + k * hidden, new, mask=inside)
-            wide = new.to(tl.float32)
-            squares += wide * wide
-            if alone:
-                total += tl.trans(wide) * factors
-            else:
-                total += _dot_fp32(new, factors)
-    if alone:
+        column = tl.reshape(stream[:, None] * hidden + channel[None, :], (WIDTH,))
+        inside = tl.reshape(tl.broadcast_to((channel < end)[None, :], (M, BLOCK_D)), (WIDTH,))
+        factors = tl.load(
+            fn + row[None, :] * M * hidden + column[:, None],
+            mask=(row < ROWS)[None, :] & inside[:, None],
+            other=0.0,
+        )
+        new = _posted(y, streams, post, comb, result, token, there, channel, end, hidden, M)
+        new = tl.reshape(new, (BLOCK_T, WIDTH))
+        wide = new.to(tl.float32)
+        squares += wide * wide
+        if ALONE:
+            total += tl.trans(wide) * factors
+        else:
+            total += _dot_fp32(new, factors)
+    if ALONE:
         total = tl.sum(total, 0)[None, :]
     line = sums + (part * tokens + token) * (ROWS + 1)
-    written = (token < tokens)[:, None] & (row < ROWS)[None, :]
-    tl.store(line[:, None] + row[None, :], total, mask=written)
-    tl.store(line + ROWS, tl.sum(squares, 1), mask=token < tokens)
+    tl.store(line[:, None] + row[None, :], total, mask=there[:, None] & (row < ROWS)[None, :])
+    tl.store(line + ROWS, tl.sum(squares, 1), mask=there)
 
 
 @triton.jit
-def _of_tokens(table, token, tokens, COUNT: tl.constexpr):
-    """COUNT numbers of each token: a tuple of [tokens of the program]."""
-    found: tl.tuple = ()
-    for i in tl.static_range(COUNT):
-        found = found + (tl.load(table + token * COUNT + i, mask=token < tokens, other=0.0),)
-    return found
+def _posted(y, streams, post, comb, result, token, there, channel, end, hidden, M: tl.constexpr):
+    """Some channels of all streams [tokens, M, channels] as they are with y, and stored so."""
+    stream = tl.arange(0, M)
+    line = ((token[:, None] * M + stream[None, :]) * hidden)[:, :, None] + channel[None, None, :]
+    inside = there[:, None] & (channel < end)[None, :]
+    if y is None:
+        new = tl.load(streams + line, mask=inside[:, None, :], other=0.0)
+    else:
+        place = token[:, None] * hidden + channel[None, :]
+        output = tl.load(y + place, mask=inside, other=0.0).to(tl.float32)
+        gate = post + token[:, None] * M + stream[None, :]
+        total = tl.load(gate, mask=there[:, None], other=0.0)[:, :, None] * output[:, None, :]
+        for j in tl.static_range(M):
+            place = (token * M + j)[:, None] * hidden + channel[None, :]
+            old = tl.load(streams + place, mask=inside, other=0.0).to(tl.float32)
+            weight = comb + ((token * M + j) * M)[:, None] + stream[None, :]
+            weights = tl.load(weight, mask=there[:, None], other=0.0)
+            total += weights[:, :, None] * old[:, None, :]
+        new = total.to(streams.dtype.element_ty)
+        tl.store(result + line, new, mask=inside[:, None, :])
+    return new
 
 
 @triton.jit(do_not_specialize=["tokens", "slices", "mixing"])
@@ -289,20 +289,19 @@ def _mix_norm_kernel(
         _write_post(mix, base, scale, post, token, tokens, M)
         _write_comb(mix, base, scale, comb, token, tokens, hc_eps, ITERATIONS, M)
         return
-    token = (program - mixing + tl.arange(0, 1)).to(tl.int64)
+    token = (program - mixing).to(tl.int64)
     channel = tl.arange(0, BLOCK_D)
-    inside = (channel < hidden)[None, :]
-    line = token[:, None] * hidden + channel[None, :]
-    factors = tl.load(weight + channel[None, :], mask=inside, other=0.0).to(tl.float32)
+    inside = channel < hidden
+    factors = tl.load(weight + channel, mask=inside, other=0.0).to(tl.float32)
     values: tl.tuple = ()
     for i in tl.static_range(M):
-        place = streams + line + (token * (M - 1) + i)[:, None] * hidden
+        place = streams + (token * M + i) * hidden + channel
         values = values + (tl.load(place, mask=inside, other=0.0),)
-    mix = _mix(sums, token, tokens, slices, M * hidden, norm_eps, ROWS, BLOCK_S)
-    total = tl.zeros((1, BLOCK_D), tl.float32)
+    mix = _mix(sums, token + tl.arange(0, 1), tokens, slices, M * hidden, norm_eps, ROWS, BLOCK_S)
+    total = tl.zeros((BLOCK_D,), tl.float32)
     for i in tl.static_range(M):
-        logit = _column(mix, i) * tl.load(scale) + tl.load(base + i)
-        total += (tl.sigmoid(logit) + hc_eps)[:, None] * values[i].to(tl.float32)
+        logit = tl.sum(_column(mix, i), 0) * tl.load(scale) + tl.load(base + i)
+        total += (tl.sigmoid(logit) + hc_eps) * values[i].to(tl.float32)
     total = total.to(streams.dtype.element_ty).to(tl.float32)
-    inverse_rms = tl.rsqrt(tl.sum(total * total, 1) / hidden + norm_eps)
-    tl.store(x + line, total * inverse_rms[:, None] * factors, mask=inside)
+    total *= tl.rsqrt(tl.sum(total * total, 0) / hidden + norm_eps)
+    tl.store(x + token * hidden + channel, total * factors, mask=inside)

@@ -12,7 +12,7 @@ from triton.runtime.jit import KernelInterface
 
 from kernel_checks import SHARED_MEMORY, CompileCase
 from kernel_timings import Call, providers
-from sglang_dsv4 import kernels_triton
+from sglang_dsv4 import kernels_triton, kernels_triton_mhc
 from sglang_dsv4.dequant import MXFP4_GROUP, NVFP4_GROUP
 from sglang_dsv4.fp4 import FP4Matrices
 from sglang_dsv4.moe import kernels_triton as moe_kernels
@@ -59,6 +59,12 @@ def mhc_inputs(
     scale = torch.ones(3 if rows > STREAMS else 1, device=device)
     streams = _randn(tokens, STREAMS, shape.hidden, device=device)
     return streams, fn, torch.randn(rows, device=device), scale
+
+
+def between_inputs(tokens: int, shape: Shape, device: str = "cuda") -> tuple[torch.Tensor, ...]:
+    """Those of mhc_post_pre_norm."""
+    _, *site = mhc_inputs(tokens, shape, device=device)
+    return *post_inputs(tokens, shape, device), *site, _randn(shape.hidden, device=device)
 
 
 def post_inputs(tokens: int, shape: Shape, device: str = "cuda") -> tuple[torch.Tensor, ...]:
@@ -132,9 +138,9 @@ def _cases_of(
     )
     yield "rms_norm", lambda: (norm_inputs(tokens, shape), {"eps": 1e-6}), 2 * states
     yield (
-        "mhc_pre",
-        lambda: (mhc_inputs(tokens, shape), MHC),
-        (STREAMS + 1) * states + ROWS * fn,
+        "mhc_post_pre_norm",
+        lambda: (between_inputs(tokens, shape), MHC),
+        (2 * STREAMS + 2) * states + ROWS * fn,
     )
     yield "mhc_post", lambda: (post_inputs(tokens, shape), {}), (2 * STREAMS + 1) * states
     yield (
@@ -203,6 +209,7 @@ def compile_cases() -> list[CompileCase]:
             *launched(kernels_triton.rms_norm, *norm_inputs(1, flash, "cpu"), eps=1e-6),
             *_mhc_cases(1, flash, capabilities=(80, 90, 120)),
             *_mhc_cases(2048, flash, capabilities=(89, 90, 100), usual=(89, 100)),
+            *_fused_mhc_cases(),
             *launched(kernels_triton.mhc_post, *post_inputs(1, flash, "cpu")),
             *launched(moe_kernels.route_scored, *gates, top_k=flash.top_k, scale=1.5),
             *launched(moe_kernels.route_hashed, gates[0], ids, table, scale=1.5),
@@ -249,6 +256,21 @@ def _products(shape: Shape) -> tuple[torch.Tensor, ...]:
 def _mhc_cases(tokens: int, shape: Shape, **options: Any) -> list[CompileCase]:
     inputs = mhc_inputs(tokens, shape, device="cpu")
     return launched(kernels_triton.mhc_pre, *inputs, **MHC, **options)
+
+
+def _fused_mhc_cases() -> list[CompileCase]:
+    """Every tile, those of a batch's extremes in every run; the output in FP32, as of experts, or
+    in BF16, as of attention; and what the first site does."""
+    found: list[CompileCase] = []
+    op = kernels_triton_mhc.mhc_post_pre_norm
+    for name in ("flash", "pro, a rank of 8"):
+        for tokens, usual in ((1, (80, 90, 120)), (2048, (89, 100)), (8, ()), (64, ())):
+            y, streams, post, comb, *site = between_inputs(tokens, SHAPES[name], "cpu")
+            usual = usual if name == "flash" else ()
+            found += launched(op, y.float(), streams, post, comb, *site, **MHC, usual=usual)
+            found += launched(op, y, streams, post, comb, *site, **MHC, usual=())
+            found += launched(op, None, streams, None, None, *site, **MHC, usual=())
+    return found
 
 
 def _expert_cases(tokens: int, shape: Shape, **options: Any) -> list[CompileCase]:
@@ -311,7 +333,8 @@ def launched(
     **options: Any,
 ) -> list[CompileCase]:
     """The kernels that the op launches on these tensors without values, as it launches them."""
-    name = f"{op.__name__}, {args[0].shape[0]} tokens"
+    tokens = next(one.shape[0] for one in args if isinstance(one, torch.Tensor))
+    name = f"{op.__name__}, {tokens} tokens"
     found: list[CompileCase] = []
 
     def launch(kernel: Any, grid: Any) -> Any:
