@@ -20,7 +20,14 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_dsv4.kernels_triton import _column, _dot_fp32, _mix, _write_comb, _write_post
+from sglang_dsv4.kernels_triton import (
+    _column,
+    _dot_fp32,
+    _mix,
+    _power_of_two,
+    _write_comb,
+    _write_post,
+)
 
 
 def mhc_post_pre_norm(
@@ -60,8 +67,8 @@ def mhc_post_pre_norm(
 
 @dataclass(frozen=True)
 class _Tiles:
-    """How the work is cut. First kernel: tokens and channels (of each stream) of a tile, slices of
-    a token's channels, warps. Second kernel: mixed, tokens of a program that mixes back."""
+    """How the work is cut. First kernel: tokens and channels of a tile, slices of a token's
+    channels, warps. Second kernel: mixed, tokens of a program that mixes back."""
 
     tokens: int
     channels: int
@@ -74,17 +81,17 @@ def _tiles(tokens: int) -> _Tiles:
     """Few variants, since each is compiled; in each about a program per processor or more.
 
     With few tokens the time goes into reading fn once, so it is cut into many slices; with many
-    into the streams, where a larger tile reads fn less often. Tensor cores take 16 tokens: up to 4
-    programs of one token each do without them, and without the exchanges that they need; together
-    they read fn from the L2 so often.
+    into the streams, where a larger tile reads fn less often. Tensor cores take 16 tokens; up to 4
+    have programs of their own, without the way through memory that those need: so often they read
+    fn, all but once out of the L2.
     """
     if tokens <= 4:
         return _Tiles(tokens=1, channels=32, slices=128, warps=4, mixed=1)
     if tokens <= 32:
         return _Tiles(tokens=16, channels=32, slices=128, warps=4, mixed=1)
     if tokens <= 256:
-        return _Tiles(tokens=16, channels=32, slices=64, warps=4, mixed=1)
-    return _Tiles(tokens=64, channels=32, slices=16, warps=8, mixed=16)
+        return _Tiles(tokens=16, channels=64, slices=64, warps=4, mixed=1)
+    return _Tiles(tokens=32, channels=64, slices=16, warps=8, mixed=16)
 
 
 def _post_and_project(
@@ -106,7 +113,7 @@ def _post_and_project(
     result = streams if y is None else torch.empty_like(streams)
     if tokens == 0:
         return result, sums
-    _post_project_kernel[(slices, triton.cdiv(tokens, tiles.tokens))](
+    arguments = (
         None if y is None else y.contiguous(),
         streams,
         None if post is None else post.contiguous(),
@@ -117,14 +124,15 @@ def _post_and_project(
         tokens,
         hidden,
         slice_width,
-        M=m,
-        ROWS=rows,
-        BLOCK_T=tiles.tokens,
-        BLOCK_D=tiles.channels,
-        BLOCK_R=max(triton.next_power_of_2(rows), 16),
-        num_warps=tiles.warps,
-        num_stages=2,
     )
+    widths = {"M": _power_of_two(m), "ROWS": rows, "BLOCK_D": tiles.channels}
+    widths["BLOCK_R"] = max(triton.next_power_of_2(rows), 16)
+    if tiles.tokens == 1:
+        _post_project_token_kernel[(slices, tokens)](*arguments, **widths, num_warps=tiles.warps)
+    else:
+        _post_project_tile_kernel[(slices, triton.cdiv(tokens, tiles.tokens))](
+            *arguments, **widths, BLOCK_T=tiles.tokens, num_warps=tiles.warps, num_stages=4
+        )
     return result, sums
 
 
@@ -180,7 +188,56 @@ def _mix_and_norm(
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _post_project_kernel(
+def _post_project_token_kernel(
+    y,
+    streams,
+    post,
+    comb,
+    fn,
+    result,
+    sums,
+    tokens,
+    hidden,
+    slice_width,
+    M: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """One slice of the channels of one token: its streams with y in them (y None: as they are), and
+    what they add to ROWS sums and to that of squares. Products are exchanged last."""
+    part = tl.program_id(0)
+    token = tl.program_id(1).to(tl.int64)
+    stream, row = tl.arange(0, M), tl.arange(0, BLOCK_R)
+    total = tl.zeros((M, BLOCK_D, BLOCK_R), tl.float32)
+    squares = tl.zeros((M, BLOCK_D), tl.float32)
+    end = tl.minimum((part + 1) * slice_width, hidden)
+    for first in range(part * slice_width, end, BLOCK_D):
+        channel = first + tl.arange(0, BLOCK_D)
+        column = stream[:, None] * hidden + channel[None, :]
+        inside = (channel < end)[None, :]
+        factors = tl.load(
+            fn + row[None, None, :] * M * hidden + column[:, :, None],
+            mask=inside[:, :, None] & (row < ROWS)[None, None, :],
+            other=0.0,
+        )
+        if y is None:
+            new = tl.load(streams + token * M * hidden + column, mask=inside, other=0.0)
+        else:
+            one = token + tl.arange(0, 1)
+            new = _posted(y, streams, post, comb, one, channel, tokens, end, hidden, M)
+            new = tl.reshape(new, (M, BLOCK_D))
+            tl.store(result + token * M * hidden + column, new, mask=inside)
+        wide = new.to(tl.float32)
+        squares += wide * wide
+        total += wide[:, :, None] * factors
+    line = sums + (part * tokens + token) * (ROWS + 1)
+    tl.store(line + row, tl.sum(tl.sum(total, 1), 0), mask=row < ROWS)
+    tl.store(line + ROWS, tl.sum(tl.sum(squares, 1), 0))
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _post_project_tile_kernel(
     y,
     streams,
     post,
@@ -197,64 +254,65 @@ def _post_project_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """One slice of the channels, of all streams, for one tile of tokens: these streams with y in
-    them (y None: as they are), and what they add to ROWS sums and to that of squares."""
+    """The same for a tile of tokens, by tensor cores. These want values in other threads than those
+    that make them: so they are read back, out of the L2, which takes fewer registers."""
     part = tl.program_id(0)
     token = (tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
     there = token < tokens
-    row, stream = tl.arange(0, BLOCK_R), tl.arange(0, M)
-    WIDTH: tl.constexpr = M * BLOCK_D
-    # Without tensor cores, a token's products are added where they are, and exchanged last.
-    ALONE: tl.constexpr = BLOCK_T == 1
-    total = tl.zeros((WIDTH if ALONE else BLOCK_T, BLOCK_R), tl.float32)
-    squares = tl.zeros((BLOCK_T, WIDTH), tl.float32)
-    end = tl.minimum((part + 1) * slice_width, hidden)
-    for first in range(part * slice_width, end, BLOCK_D):
-        channel = first + tl.arange(0, BLOCK_D)
-        column = tl.reshape(stream[:, None] * hidden + channel[None, :], (WIDTH,))
-        inside = tl.reshape(tl.broadcast_to((channel < end)[None, :], (M, BLOCK_D)), (WIDTH,))
-        factors = tl.load(
-            fn + row[None, :] * M * hidden + column[:, None],
-            mask=(row < ROWS)[None, :] & inside[:, None],
+    start, stream, row = part * slice_width, tl.arange(0, M), tl.arange(0, BLOCK_R)
+    end = tl.minimum(start + slice_width, hidden)
+    if y is not None:
+        for first in range(start, end, BLOCK_D):
+            channel = first + tl.arange(0, BLOCK_D)
+            new = _posted(y, streams, post, comb, token, channel, tokens, end, hidden, M)
+            line = (token[:, None] * M + stream[None, :]) * hidden
+            tl.store(
+                result + line[:, :, None] + channel[None, None, :],
+                new,
+                mask=there[:, None, None] & (channel < end)[None, None, :],
+            )
+        tl.debug_barrier()  # what other threads of the program have written is there
+    total = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
+    squares = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
+    steps = tl.cdiv(end - start, BLOCK_D)
+    for step in range(M * steps):
+        channel = start + (step % steps) * BLOCK_D + tl.arange(0, BLOCK_D)
+        column = (step // steps) * hidden + channel
+        x = tl.load(
+            result + token[:, None] * M * hidden + column[None, :],
+            mask=there[:, None] & (channel < end)[None, :],
             other=0.0,
         )
-        new = _posted(y, streams, post, comb, result, token, there, channel, end, hidden, M)
-        new = tl.reshape(new, (BLOCK_T, WIDTH))
-        wide = new.to(tl.float32)
+        factors = tl.load(
+            fn + row[None, :] * M * hidden + column[:, None],
+            mask=(row < ROWS)[None, :] & (channel < end)[:, None],
+            other=0.0,
+        )
+        wide = x.to(tl.float32)
         squares += wide * wide
-        if ALONE:
-            total += tl.trans(wide) * factors
-        else:
-            total += _dot_fp32(new, factors)
-    if ALONE:
-        total = tl.sum(total, 0)[None, :]
+        total += _dot_fp32(x, factors)
     line = sums + (part * tokens + token) * (ROWS + 1)
     tl.store(line[:, None] + row[None, :], total, mask=there[:, None] & (row < ROWS)[None, :])
     tl.store(line + ROWS, tl.sum(squares, 1), mask=there)
 
 
 @triton.jit
-def _posted(y, streams, post, comb, result, token, there, channel, end, hidden, M: tl.constexpr):
-    """Some channels of all streams [tokens, M, channels] as they are with y, and stored so."""
+def _posted(y, streams, post, comb, token, channel, tokens, end, hidden, M: tl.constexpr):
+    """Some channels of all streams of some tokens with y in them: [tokens, M, channels], rounded."""
     stream = tl.arange(0, M)
-    line = ((token[:, None] * M + stream[None, :]) * hidden)[:, :, None] + channel[None, None, :]
-    inside = there[:, None] & (channel < end)[None, :]
-    if y is None:
-        new = tl.load(streams + line, mask=inside[:, None, :], other=0.0)
-    else:
-        place = token[:, None] * hidden + channel[None, :]
-        output = tl.load(y + place, mask=inside, other=0.0).to(tl.float32)
-        gate = post + token[:, None] * M + stream[None, :]
-        total = tl.load(gate, mask=there[:, None], other=0.0)[:, :, None] * output[:, None, :]
-        for j in tl.static_range(M):
-            place = (token * M + j)[:, None] * hidden + channel[None, :]
-            old = tl.load(streams + place, mask=inside, other=0.0).to(tl.float32)
-            weight = comb + ((token * M + j) * M)[:, None] + stream[None, :]
-            weights = tl.load(weight, mask=there[:, None], other=0.0)
-            total += weights[:, :, None] * old[:, None, :]
-        new = total.to(streams.dtype.element_ty)
-        tl.store(result + line, new, mask=inside[:, None, :])
-    return new
+    there = (token < tokens)[:, None]
+    inside = there & (channel < end)[None, :]
+    place = token[:, None] * hidden + channel[None, :]
+    output = tl.load(y + place, mask=inside, other=0.0).to(tl.float32)
+    weights = tl.load(post + token[:, None] * M + stream[None, :], mask=there, other=0.0)
+    total = weights[:, :, None] * output[:, None, :]
+    for j in tl.static_range(M):
+        source = token * M + j
+        place = source[:, None] * hidden + channel[None, :]
+        old = tl.load(streams + place, mask=inside, other=0.0).to(tl.float32)
+        weights = tl.load(comb + source[:, None] * M + stream[None, :], mask=there, other=0.0)
+        total += weights[:, :, None] * old[:, None, :]
+    return total.to(streams.dtype.element_ty)
 
 
 @triton.jit(do_not_specialize=["tokens", "slices", "mixing"])
