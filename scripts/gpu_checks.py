@@ -14,8 +14,9 @@ PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
 KERNEL_TESTS = (
     "tests/attention", "tests/moe", "tests/test_linear_fp32.py", "tests/test_linear_fp8.py",
     "tests/test_linear_fp4.py", "tests/test_rms_norm.py",
-    "tests/test_mhc_pre.py", "tests/test_mhc_post.py", "tests/test_mhc_head.py",
-    "tests/test_kernels_mhc.py", "tests/test_graph_capture.py", "tests/test_gpu_paths.py",
+    "tests/test_mhc_pre.py", "tests/test_mhc_post.py", "tests/test_mhc_post_pre_norm.py",
+    "tests/test_mhc_head.py", "tests/test_kernels_mhc.py", "tests/test_graph_capture.py",
+    "tests/test_gpu_paths.py",
 )  # fmt: skip
 WORKERS = 14  # compiling takes a core each
 BATCHES = ("1", "3", "8", "64")

@@ -131,7 +131,12 @@ def _post_and_project(
         _post_project_token_kernel[(slices, tokens)](*arguments, **widths, num_warps=tiles.warps)
     else:
         _post_project_tile_kernel[(slices, triton.cdiv(tokens, tiles.tokens))](
-            *arguments, **widths, BLOCK_T=tiles.tokens, num_warps=tiles.warps, num_stages=4
+            *arguments,
+            **widths,
+            BLOCK_T=tiles.tokens,
+            num_warps=tiles.warps,
+            num_stages=4,
+            maxnreg=128 if tiles.channels <= 32 else None,  # left alone, it spills (sm_89)
         )
     return result, sums
 
@@ -298,7 +303,7 @@ def _post_project_tile_kernel(
 
 @triton.jit
 def _posted(y, streams, post, comb, token, channel, tokens, end, hidden, M: tl.constexpr):
-    """Some channels of all streams of some tokens with y in them: [tokens, M, channels], rounded."""
+    """Some channels of all streams with y in them: [tokens of a program, M, channels], rounded."""
     stream = tl.arange(0, M)
     there = (token < tokens)[:, None]
     inside = there & (channel < end)[None, :]

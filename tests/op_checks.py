@@ -13,11 +13,14 @@ from sglang_dsv4.backends import PROVIDERS, Machine
 MACHINE = Machine.probe()
 
 
-def implementations(op: str) -> list[Any]:
-    """Parameters for pytest: the op by every provider that this machine can run."""
+def implementations(op: str, beside: str = "") -> list[Any]:
+    """Parameters for pytest: the op by every provider that this machine can run.
+
+    beside: for a part of an op that is none itself, one whose providers have it too.
+    """
     return [
         pytest.param(getattr(importlib.import_module(provider.module), op), id=provider.name)
-        for provider in PROVIDERS[op]
+        for provider in PROVIDERS[beside or op]
         if provider.refuses(MACHINE) is None
     ]
 

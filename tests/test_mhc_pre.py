@@ -16,7 +16,7 @@ NORM_EPS, HC_EPS = 1e-2, 1e-3  # large enough that each place where they are add
 TRUE_EPS = 1e-6  # the model's value of both
 
 
-@pytest.fixture(params=implementations("mhc_pre"))
+@pytest.fixture(params=implementations("mhc_pre", "mhc_post"))
 def mhc_pre(request):
     return partial(request.param, iterations=ITERATIONS, norm_eps=NORM_EPS, hc_eps=HC_EPS)
 
