@@ -89,6 +89,17 @@ def test_on_a_gpu_the_reference_must_be_named():
     assert ops.machine is GPU
 
 
+def test_what_was_not_measured_serves_only_where_it_is_named(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: name)
+    op, kernels = "mhc_post_pre_norm", "sglang_dsv4.kernels_triton"
+    for named, provider, module in (
+        ("", "separate", kernels),
+        ("fused", "fused", kernels + "_mhc"),
+    ):
+        ops = choose(GPU, named and f"{op}={named}")
+        assert (ops.providers[op], ops.mhc_post_pre_norm.__module__) == (provider, module)
+
+
 def test_each_op_may_be_named():
     named = ", ".join(f"{op} = reference" for op in PROVIDERS)
     assert choose(GPU, named).providers == choose(GPU, "all=reference").providers

@@ -115,7 +115,14 @@ def test_bytes_of_ops_that_look_things_up(by_op: dict[str, list[Called]]) -> Non
 
 
 def test_bytes_of_other_ops_are_arguments_and_results(by_op: dict[str, list[Called]]) -> None:
-    assert by_op["rms_norm"][0].moved == 2 * BATCH * 128 * 2 + 128 * 2
+    assert by_op["rms_norm"][-1].moved == 2 * BATCH * 128 * 2 + 128 * 2
+    first, others = by_op["mhc_post_pre_norm"]  # before the first sub-layer nothing is written
+    assert (first.label, others.label) == ("[2, 4, 128]", "[2, 128]")
+    assert (first.count, others.count) == (1, 5)
+    mixes, states = BATCH * (4 + 16) * 4, BATCH * 128 * 2
+    site = (24 * 4 * 128 + 24 + 3) * 4 + 128 * 2
+    assert first.moved == (4 + 4 + 1) * states + site + mixes
+    assert others.moved == first.moved + states + mixes
     assert by_op["swiglu"][0].moved == BATCH * 3 * 64 * 4
     pair = IndexList(torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, dtype=torch.int64))
     assert bench_bytes.size((pair, None, 3.0)) == 8 * 8

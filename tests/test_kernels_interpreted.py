@@ -167,7 +167,7 @@ def test_in_the_interpreter(
 
 
 def test_every_kernel_of_ours_is_interpreted() -> None:
-    """Each op that has a provider in Triton is among the selections, under the name of its tests."""
+    """Each op with a provider in Triton is among the selections, under the name of its tests."""
     from sglang_dsv4.backends import PROVIDERS
 
     names = {selection.name for selection in SELECTIONS}
