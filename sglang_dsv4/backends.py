@@ -150,7 +150,7 @@ _EXPERTS_FP4 = (
 _EXPERTS = (_triton("sglang_dsv4.moe.kernels_triton_experts"), _MOE[-1])
 WITH_ALL_EXPERTS = frozenset({"humming", "marlin"})  # they cannot skip those of other ranks
 
-# op -> providers, best first
+# op -> providers, best first as far as they were measured
 PROVIDERS: Mapping[str, tuple[Provider, ...]] = MappingProxyType(
     {
         "linear_fp32": _LINEAR,

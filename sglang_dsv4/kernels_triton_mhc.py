@@ -7,8 +7,8 @@ fixed order, so that two calls on equal tensors of one shape agree bit for bit.
 The second kernel has a program for each token, which holds the whole input: so its norm sees the
 very values that are normed, rounded as they are. The sum of their squares would also follow from
 products of streams with streams, pre^T G pre, and programs could share a token then; but where
-streams nearly cancel, G's own rounding is all that is left of it. Few tokens lose nothing: Sinkhorn
-runs beside and takes longer.
+streams nearly cancel, G's own rounding is all that is left of it. Few tokens should lose nothing:
+Sinkhorn, 39 dependent passes, runs beside.
 """
 
 # Kernels are untyped: what their arguments are, a launch decides.
