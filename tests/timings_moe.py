@@ -333,7 +333,7 @@ def launched(
     **options: Any,
 ) -> list[CompileCase]:
     """The kernels that the op launches on these tensors without values, as it launches them."""
-    tokens = next(one.shape[0] for one in args if isinstance(one, torch.Tensor))
+    tokens = next(one for one in args if one is not None).shape[0]
     name = f"{op.__name__}, {tokens} tokens"
     found: list[CompileCase] = []
 
