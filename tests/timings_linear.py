@@ -154,7 +154,7 @@ def compile_cases() -> list[CompileCase]:
 def _cases(module: ModuleType, op: str, made: Callable[[int, int], Any]) -> Iterator[CompileCase]:
     """Hopper's tiles are others, or read in another order."""
     flash, pro = LINEARS["flash o_b"], LINEARS["pro, a rank of 8, q_b"]
-    some = [(flash, 1, (80, 90, 120)), (flash, 17, ()), (flash, 64, (89, 100)), (flash, 128, ())]
+    some = [(flash, 1, (80, 90, 120)), (flash, 64, (89, 100)), (flash, 17, ()), (flash, 128, ())]
     some += [(pro, 1, (90,)), (pro, 16, ()), (pro, 33, (80,))]
     adding = kernels._add_slices_kernel
     for capabilities in ((90,), tuple(each for each in SHARED_MEMORY if each != 90)):
