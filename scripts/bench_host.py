@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import platform
+import shutil
 import re
 import site
 import subprocess
@@ -32,6 +33,10 @@ def device(kind: str) -> dict[str, Any]:
     takes none of its memory."""
     if kind == "cpu":
         return {"name": platform.machine(), "memory": 0}
+    if shutil.which("nvidia-smi") is None:
+        raise ValueError(
+            "no NVIDIA GPU is here (nvidia-smi is not found): --device cpu measures a tiny model"
+        )
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total"]
     told = subprocess.run(
         [*query, "--format=csv,noheader,nounits"], capture_output=True, text=True, check=True

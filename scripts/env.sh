@@ -13,7 +13,8 @@ date. Running it again costs a second when nothing changed. It needs Python 3.11
 about 2.5 GB of disk, and nothing else.
 
   --test   also install what the tests need
-  --cpu    make the CPU environment although there is an NVIDIA GPU
+  --cpu    make the CPU environment although there is an NVIDIA GPU. What was made so stays so: on
+           a GPU host, remove .venv for one that uses the GPU
   --help   show this
 
 Without an NVIDIA GPU it installs a CPU torch and SGLang without its CUDA dependencies. With one it
@@ -25,7 +26,7 @@ END
 
 with_tests=no
 kind=cpu
-if has_gpu; then kind=gpu; fi
+if has_gpu && [[ ! -e "$venv/stamp-cpu" ]]; then kind=gpu; fi
 while (($# > 0)); do
     case $1 in
         --test) with_tests=yes ;;

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 
@@ -36,7 +37,7 @@ examples:
   sglang-dsv4 warm --config flash         compile the kernels before a server needs them
   sglang-dsv4 make-tiny /tmp/tiny         a small random checkpoint, to try the server with
   sglang-dsv4 convert /models/v4 OUT      rewrite a checkpoint in NVFP4
-  python -m sglang.launch_server --model-path /tmp/tiny --device cpu
+  python -m sglang.launch_server --model-path /tmp/tiny --device cpu --max-total-tokens 16384
 
 exit codes:
   0    all went well
@@ -51,7 +52,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
     arguments = _parser().parse_args(argv)
     try:
-        return arguments.run(arguments)
+        code = arguments.run(arguments)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # whoever reads has seen enough, as `head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (ConfigError, SettingsError, UsageError, OSError) as error:
         print(f"sglang-dsv4: error: {error}", file=sys.stderr)
         if arguments.json:

@@ -306,7 +306,7 @@ def _checkpoint(found: "Inspection") -> dict[str, str]:
         rows["sizes of --tp"] = ", ".join(map(str, tensor_parallel_sizes(found.config)))
         ranks = found.deployment.tensor_parallel
         groups = ", ".join(map(str, expert_parallel_sizes(found.config, ranks))) or "none"
-        rows["sizes of --ep"] = f"{groups} (--tp {ranks})"
+        rows["sizes of --ep"] = f"{groups} with --tp {ranks}, which it divides"
     return rows
 
 

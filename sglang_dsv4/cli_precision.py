@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
     only = list(filter(None, (name.strip() for name in arguments.only.split(","))))
     ablation.configurations(only)  # refuses unknown names before anything is read
     material = ablation_texts.read(folder, arguments.texts, tokens=arguments.tokens)
+    print(f"{folder.name}: many runs, which take minutes (--limit N: a look)", file=sys.stderr)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     result: dict[str, Any] = {"checkpoint": folder.name} | ablation.run(

@@ -246,7 +246,7 @@ def _refuse_plan(plan: Plan) -> None:
     if not rounded:
         raise CheckpointError(
             "nothing is left to convert: what was asked for is NVFP4 already, or kept by --bf16;"
-            " --weights all converts more"
+            " --weights all converts more than --weights experts"
         )
     misfits = [f"{step.name}: {step.shape[1]}" for step in rounded if step.shape[1] % NVFP4_GROUP]
     if misfits:

@@ -9,10 +9,9 @@ import io
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy
-import pytest
 import torch
 import triton
 from torch._subclasses.fake_tensor import FakeTensor
@@ -21,6 +20,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction, KernelInterface
+
+if TYPE_CHECKING:  # scripts that time kernels need no pytest
+    from pytest import MonkeyPatch
 
 # Compute capability -> bytes of shared memory that one block may use.
 SHARED_MEMORY: Mapping[int, int] = {
@@ -167,7 +169,7 @@ def is_interpreting() -> bool:
     return bool(knobs.runtime.interpret)
 
 
-def correct_interpreter(patch: pytest.MonkeyPatch) -> None:
+def correct_interpreter(patch: "MonkeyPatch") -> None:
     """Where it is wrong: it multiplies bfloat16 codes as integers, cuts where a GPU rounds to the
     nearest even, and spreads a scalar comparison of floats over a block as floats."""
     convert, dot = interpreter._convert_float, interpreter.InterpreterBuilder.create_dot
@@ -202,7 +204,7 @@ def correct_interpreter(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(interpreter.InterpreterBuilder, "create_dot", multiplied)
 
 
-def skip_fake_launches(patch: pytest.MonkeyPatch) -> None:
+def skip_fake_launches(patch: "MonkeyPatch") -> None:
     """A launch on tensors without values does nothing: what remains is the wrapper's own code."""
     launch = KernelInterface.__getitem__
 
@@ -222,7 +224,9 @@ def skip_fake_launches(patch: pytest.MonkeyPatch) -> None:
 @contextlib.contextmanager
 def kernels_ready_for_tests() -> Iterator[None]:
     """What a test session needs around kernels, in the interpreter or on a GPU."""
-    with pytest.MonkeyPatch.context() as patch:
+    from pytest import MonkeyPatch
+
+    with MonkeyPatch.context() as patch:
         skip_fake_launches(patch)
         if is_interpreting():
             correct_interpreter(patch)

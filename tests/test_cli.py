@@ -827,3 +827,11 @@ def test_doctor_sees_what_python_compiles_anew(
     (row,) = cli_doctor.check_bytecode()
     assert (row.status, row.found[:8]) == ("warn", "10 of 20")
     assert f"-m compileall -qq -j 0 {tmp_path / 'a'} {tmp_path / 'b'}" in row.remedy
+
+
+def test_a_reader_may_have_seen_enough() -> None:
+    """As `| head` has, which closes the pipe."""
+    nano = Path(cli_doctor.__file__).parent / "nano"
+    command = f"set -o pipefail; {sys.executable} -m sglang_dsv4.cli inspect {nano} | true"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

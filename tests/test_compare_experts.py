@@ -1,5 +1,6 @@
 """The script that compares providers of the routed experts: all of it but a GPU's figures."""
 
+import ast
 import importlib
 import json
 import math
@@ -276,3 +277,12 @@ def test_errors_are_those_of_the_worst_token(script):
     assert script.error_of(result, expected) == pytest.approx(0.5)
     result[2, 0] = math.nan
     assert script.error_of(result, expected) == math.inf
+
+
+def test_scripts_need_no_test_tools() -> None:
+    """What they import of the tests does not import pytest."""
+    tests = Path(__file__).parent
+    for file in (tests / "kernel_checks.py", tests / "kernel_timings.py", *tests.glob("timings_*")):
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                assert "pytest" not in ast.unparse(node), file.name

@@ -479,7 +479,7 @@ def test_a_rank_with_whole_experts(tiny: Path, capsys: pytest.CaptureFixture[str
     assert main(["inspect", str(tiny), "--tp", "4", "--ep", "2"]) == 0
     text = capsys.readouterr().out
     assert "memory of one of 4 ranks, experts in 2 groups" in text
-    assert re.search(r"sizes of --ep +1, 2, 4 \(--tp 4\)", text)
+    assert re.search(r"sizes of --ep +1, 2, 4 with --tp 4", text)
 
 
 def test_more_ranks_with_as_many_groups_are_proposed(flash: Path) -> None:
