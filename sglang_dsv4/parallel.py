@@ -63,12 +63,12 @@ def check(config: DSV4Config, size: int, expert_parallel: int = 1) -> None:
     """Raises ConfigError naming everything that so many ranks and groups cannot share evenly."""
     config.check_tensor_parallel(size)
     things = {"tensor parallel size": size, "n_routed_experts": config.n_routed_experts}
+    refused = f"expert parallel size = {expert_parallel} is refused: must be"
+    if expert_parallel < 1:
+        raise ConfigError(f"{refused} at least 1")
     uneven = [f"{what} = {count}" for what, count in things.items() if count % expert_parallel]
     if uneven:
-        raise ConfigError(
-            f"expert parallel size = {expert_parallel} is refused: must be a divisor of"
-            f" {', '.join(uneven)}"
-        )
+        raise ConfigError(f"{refused} a divisor of {', '.join(uneven)}")
 
 
 def tensor_parallel_sizes(config: DSV4Config, expert_parallel: int = 1) -> list[int]:

@@ -96,6 +96,8 @@ TINY = DSV4Config.from_dict(shipped_config("tiny", "bfloat16"))  # 8 experts, 8 
         (4, 3, "must be a divisor of tensor parallel size = 4, n_routed_experts = 8"),
         (2, 4, "must be a divisor of tensor parallel size = 2$"),
         (3, 3, "^tensor parallel size = 3 is refused"),
+        (2, 0, "^expert parallel size = 0 is refused: must be at least 1$"),
+        (2, -2, "^expert parallel size = -2 is refused: must be at least 1$"),
     ],
 )
 def test_uneven_sizes_are_refused(size: int, groups: int, told: str) -> None:

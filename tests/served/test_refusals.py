@@ -150,6 +150,8 @@ def test_the_check_that_refuses(
         (4, 3, {}, "must be a divisor of tensor parallel size = 4, n_routed_experts = 8"),
         (1, 2, {}, "must be a divisor of tensor parallel size = 1. Sizes that work: 1."),
         (4, 4, {"n_routed_experts": 6}, "must be a divisor of n_routed_experts = 6"),
+        (2, 0, {}, "= 0 is refused: must be at least 1. Sizes that work: 1, 2."),
+        (2, -1, {}, "= -1 is refused: must be at least 1. Sizes that work: 1, 2."),
     ],
 )
 def test_experts_that_cannot_be_divided_are_refused(
