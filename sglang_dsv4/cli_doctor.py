@@ -103,7 +103,7 @@ def check_all(checkpoint: Path | None, ranks: int = 1, expert_parallel: int = 1)
         ("versions", check_versions),
         ("device", check_device),
         ("plugin", check_plugin),
-        ("ops", check_ops),
+        ("ops", lambda: check_ops(expert_parallel)),
         ("precision", check_precision),
         ("kernel caches", check_kernel_caches),
         ("bytecode", check_bytecode),
@@ -202,12 +202,12 @@ def _hook_rows(entry: EntryPoint) -> list[Row]:
     ]
 
 
-def check_ops() -> list[Row]:
+def check_ops(expert_parallel: int = 1) -> list[Row]:
     """The provider chosen for each op on this machine."""
     from sglang_dsv4.backends import Machine, choose
 
     try:
-        ops = choose(Machine.probe(), Settings.read().ops)
+        ops = choose(Machine.probe(), Settings.read().ops, expert_parallel=expert_parallel)
     except (ValueError, RuntimeError) as error:
         return [Row("ops", "fail", str(error), remedy="see SGLANG_DSV4_OPS in the README")]
     return [Row(f"op {op}", "ok", provider) for op, provider in ops.providers.items()]

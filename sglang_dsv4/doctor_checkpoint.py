@@ -66,6 +66,7 @@ def check_checkpoint(folder: Path, ranks: int = 1, expert_parallel: int = 1) -> 
         _draft_head(found),
         _ranks(found),
         _experts(found),
+        *(Row("linear weights", "fail", reason) for reason in found.refused.get("linears", ())),
         *_memory(found),
     ]
 

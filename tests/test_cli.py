@@ -729,6 +729,15 @@ def test_switch_that_cannot_be_read(
     assert variable in rows[row].found and variable in rows[row].remedy
 
 
+def test_doctor_refuses_a_provider_of_all_experts_as_the_server_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whether or not this machine could run it."""
+    monkeypatch.setenv("SGLANG_DSV4_OPS", "routed_experts_fp4=marlin")
+    row = by_name(cli_doctor.check_all(None, 2, 2))["ops"]
+    assert (row.status, row.found[-12:]) == ("fail", "or --ep-size")
+
+
 def test_changed_precision_shows_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_DSV4_PRECISION", "indexer_qk=full")
     rows = cli_doctor.check_precision()

@@ -176,6 +176,16 @@ def test_the_switch_counts_here_too(
     assert rows["routed experts"].found == "MXFP4 -> MXFP4, 7 layers"
 
 
+def test_doctor_fails_where_linears_are_refused(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are in FP8, where NVFP4 is asked for; as a server and `inspect` would."""
+    monkeypatch.setenv("SGLANG_DSV4_PRECISION", "linears=fp4")
+    (refusal,) = Inspection(tiny, Deployment(linears="fp4")).refusals
+    failed = [row for row in doctor_checkpoint.check_checkpoint(tiny) if row.status == "fail"]
+    assert [row.found for row in failed] == [refusal] and "linears=fp4" in refusal
+
+
 def test_layers_that_cannot_stay_in_four_bits_are_told(tiny: Path) -> None:
     """With 4 ranks an expert has 16 inputs on each: all layers are dense, and planned so."""
     found = Inspection(tiny, Deployment(tensor_parallel=4))
