@@ -8,9 +8,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from op_checks import MACHINE, implementations, randn, thorough
-from sglang_dsv4 import backends, dequant, fp4
+from sglang_dsv4 import backends, dequant, fp4, kernels_triton_linear
 from sglang_dsv4 import kernels_triton_linear_fp4 as kernels
 from sglang_dsv4.fp4 import FP4Matrices, FP4Matrix
+from sglang_dsv4.fp8 import FP8Matrix
 from sglang_dsv4.kernels_triton_linear import slice_depth_for
 from sglang_dsv4.moe import reference
 from timings_linear import LINEARS
@@ -209,18 +210,25 @@ def test_matrices_that_are_multiplied_as_one_keep_their_factors():
 
 
 def test_it_is_packed_by_the_provider_of_its_op():
-    """Linear layers and experts, each by its own, once."""
+    """Linear layers in both formats and experts, each by its own, once."""
     ops = SimpleNamespace(
-        linear_fp4=kernels.linear_fp4, routed_experts_fp4=reference.routed_experts_fp4
+        linear_fp4=kernels.linear_fp4,
+        linear_fp8=kernels_triton_linear.linear_fp8,
+        routed_experts_fp4=reference.routed_experts_fp4,
     )
-    linear = FP4Matrix(32, 64, ops.linear_fp4)
-    linear.codes.random_(0, 256)
-    model = torch.nn.ModuleList([linear, FP4Matrices(2, 32, 64, group=MXFP4, parts=2)])
+    linears = [FP4Matrix(32, 64, ops.linear_fp4), FP8Matrix(32, 64, ops.linear_fp8)]
+    experts = FP4Matrices(2, 32, 64, group=MXFP4, parts=2)
+    for linear in linears:
+        linear.codes.random_(0, 127)
+    before = [linear.codes.clone() for linear in linears]
+    model = torch.nn.ModuleList([*linears, experts])
     backends.pack_weights(ops, model)
-    codes = linear.codes.clone()
+    packed = [linear.codes.clone() for linear in linears]
+    assert not any(map(torch.equal, before, packed))
     backends.pack_weights(ops, model)
-    assert linear.packed and torch.equal(linear.codes, codes)
-    assert not model[1].packed  # the reference reads codes as they are
+    for linear, codes in zip(linears, packed, strict=True):
+        assert linear.packed and torch.equal(linear.codes, codes)
+    assert not experts.packed  # the reference reads codes as they are
 
 
 # ---- what the reference has not ----

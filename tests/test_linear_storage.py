@@ -251,6 +251,19 @@ def test_four_bits_are_those_of_the_file(held: Held) -> None:
     assert first.shape != second.shape and first.factors[0] != second.factors[0]
 
 
+def test_what_was_packed_is_loaded_anew(held: Held) -> None:
+    """As where a server's weights are updated."""
+    runner = Runner(held.folder, linears=held.form, pages=4, slots=3)
+    kept = [one for one in runner.lm.modules() if isinstance(one, FP8Matrix | FP4Matrix)]
+    expected = [one.codes.clone() for one in kept]
+    for one in kept:
+        one.codes.zero_()
+        one.packed = True
+    weights.load(runner.lm, read(held.folder), CONFIG, rank=0, size=1)
+    for one, codes in zip(kept, expected, strict=True):
+        assert torch.equal(one.codes, codes) and not one.packed
+
+
 @pytest.mark.parametrize("chosen", ["fp8", "fp4"])
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_plan_counts_what_lies_in_memory(size: int, chosen: str) -> None:
