@@ -82,7 +82,7 @@ def _why_dense(config: DSV4Config, formats: Set[TensorFormat], ranks: int) -> st
     share = config.moe_intermediate_size // ranks
     for matrix, inputs in (("w1", config.hidden_size), ("w2", share)):
         if inputs % TILE:
-            return f"{matrix} has {inputs} inputs on a rank of {ranks}, no multiple of {TILE}"
+            return f"{matrix} has {inputs} inputs on a rank, no multiple of {TILE}"
     return None
 
 
