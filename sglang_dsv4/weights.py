@@ -36,12 +36,12 @@ from sglang_dsv4.formats import (
     TensorFormat,
     chunk_of,
 )
-from sglang_dsv4.fp4 import FP4Matrices, FP4Matrix, FP4Rows
+from sglang_dsv4.fp4 import FP4Matrices, FP4Rows
 from sglang_dsv4.fp8 import FP8Matrix, FP8Rows
 from sglang_dsv4.ledger import Delivery, Ledger, counted, is_matrix
 from sglang_dsv4.linears import named_rows
 from sglang_dsv4.parallel import Parallel
-from sglang_dsv4.parameters import named_weights
+from sglang_dsv4.parameters import KeptMatrix, named_weights
 from sglang_dsv4.precision import DENSE, VARIABLE, Precision
 from sglang_dsv4.survey import Survey
 from sglang_dsv4.tensor_table import Kept, Slot, layer_of
@@ -176,7 +176,7 @@ def load(
     parallel = Parallel(rank, size, expert_parallel=expert_parallel)
     ledger = Ledger(config, parallel.experts.of(config.n_routed_experts))
     targets = _targets(model, ledger, parallel)
-    place = _Placing(targets, ledger, parallel, chosen or Precision())
+    place = _Placing(targets, _holders(model), ledger, parallel, chosen or Precision())
     hidden = True if total_bytes is None else None  # None: hidden where there is no terminal
     with tqdm(
         total=total_bytes, unit="B", unit_scale=True, desc="weights", disable=hidden
@@ -203,11 +203,13 @@ class _Placing:
     def __init__(
         self,
         targets: Mapping[str, Target],
+        holders: Mapping[str, FP4Matrices | FP8Matrix],
         ledger: Ledger,
         parallel: Parallel,
         chosen: Precision,
     ) -> None:
-        self.targets, self.ledger, self.parallel = targets, ledger, parallel
+        self.targets, self.holders, self.ledger = targets, holders, ledger
+        self.parallel = parallel
         self.chosen = chosen
         self.census = Census()
         self.converted: Counter[str] = Counter()
@@ -220,6 +222,8 @@ class _Placing:
         if stored.format in LAYOUTS:
             check_global_scales(stored)
         target = self.targets[slots[0].parameter]  # a stack's weights all lie there
+        if slots[0].parameter in self.holders:
+            self.holders[slots[0].parameter].packed = False
         if isinstance(target, FP4Matrices | FP4Rows):
             run = self._keep(target, stored, mine, len(slots))
         elif isinstance(target, FP8Rows):
@@ -339,16 +343,11 @@ def _targets(model: nn.Module, ledger: Ledger, parallel: Parallel) -> dict[str, 
         experts = () if slot.expert is None else (len(ledger.held),)
         shapes[slot.parameter] = (*experts, *shape)
         kept[slot.parameter] = slot.row.kept
-    kinds = (FP4Matrices, FP8Matrix)
-    held = {name: one for name, one in model.named_modules() if isinstance(one, kinds)}
-    stacks: dict[str, Target] = {}
-    for name, one in held.items():
-        one.packed = False
-        if isinstance(one, FP4Matrices) and not isinstance(one, FP4Matrix):
-            stacks[name] = one
-    parts = {f"{name}.{part}" for name, one in held.items() for part, _ in one.named_parameters()}
-    found: dict[str, Target] = {**stacks, **named_rows(model)}
-    found |= {name: one for name, one in named_weights(model).items() if name not in parts}
+    held = _holders(model)
+    parts = {id(part) for one in held.values() for part in one.parameters()}
+    rows: dict[str, Target] = {**named_rows(model)}
+    found = {name: one for name, one in held.items() if isinstance(one, FP4Matrices)} | rows
+    found |= {name: one for name, one in named_weights(model).items() if id(one) not in parts}
     found |= {name: buffer for name, buffer in model.named_buffers() if name in shapes}
     differ = sorted(found.keys() ^ shapes.keys())
     assert not differ, f"parameters in either the model or the table but not both: {differ}"
@@ -358,6 +357,16 @@ def _targets(model: nn.Module, ledger: Ledger, parallel: Parallel) -> dict[str, 
         fits = tuple(target.shape) == shapes[name]
         fits = fits and dtype == dtypes.get(kept[name], dtype)
         assert fits, f"{name} is {dtype} {tuple(target.shape)}: expected {shapes[name]}"
+    return found
+
+
+def _holders(model: nn.Module) -> dict[str, FP4Matrices | FP8Matrix]:
+    """Parameter -> the module that holds its matrices as they are stored."""
+    found: dict[str, FP4Matrices | FP8Matrix] = {}
+    for name, one in model.named_modules():
+        if isinstance(one, FP4Matrices | FP8Matrix):
+            names = one.matrices(name) if isinstance(one, KeptMatrix) else (name,)
+            found |= dict.fromkeys(names, one)
     return found
 
 

@@ -264,6 +264,17 @@ def test_what_was_packed_is_loaded_anew(held: Held) -> None:
         assert torch.equal(one.codes, codes) and not one.packed
 
 
+def test_what_no_tensor_came_for_stays_packed(held: Held) -> None:
+    """An update that is refused leaves the others as kernels read them."""
+    lm = Runner(held.folder, linears=held.form, pages=4, slots=3).lm
+    for one in (kept := [one for one in lm.modules() if isinstance(one, FP8Matrix | FP4Matrix)]):
+        one.packed = True
+    stream = [(name, tensor) for name, tensor in read(held.folder) if "layers.1.attn.wo_b" in name]
+    with pytest.raises(CheckpointError, match="missing tensors"):
+        weights.load(lm, stream, CONFIG, rank=0, size=1)
+    assert [one for one in kept if not one.packed] == [lm.model.layers[1].attn.wo_b]
+
+
 @pytest.mark.parametrize("chosen", ["fp8", "fp4"])
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_plan_counts_what_lies_in_memory(size: int, chosen: str) -> None:
