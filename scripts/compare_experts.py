@@ -247,20 +247,24 @@ def supervised(command: Sequence[str], log: Path, seconds: float) -> str:
 
 
 def rows_of(name: str, arguments: argparse.Namespace, machine: Machine, folder: Path) -> list[Row]:
-    """One for each number of tokens."""
+    """One for each number of tokens, and one more for a process that failed behind the last."""
     refused = refusal(name, machine)
     if refused is not None:
         return [{"provider": name, "tokens": None, "refused": True, "why": refused}]
     why = supervised(command(name, arguments, folder), folder / "log", arguments.limit)
-    written = (folder / name).read_text().splitlines() if (folder / name).exists() else []
+    text = (folder / name).read_text() if (folder / name).exists() else ""
+    written = text[: text.rfind("\n") + 1].splitlines()  # it may have ended within a line
     found = {row["tokens"]: row for row in map(json.loads, written)}
     lost = why or "wrote no result"
     if None in found:
         return [found[None]]
-    return [
+    rows = [
         found.get(count, {"provider": name, "tokens": count, "why": lost})
         for count in arguments.tokens
     ]
+    if why and found.keys() >= {*arguments.tokens}:
+        rows.append({"provider": name, "tokens": None, "why": f"after its results: {why}"})
+    return rows
 
 
 def complete(row: Row) -> Row:

@@ -170,6 +170,23 @@ def test_a_provider_that_fails_is_a_row_with_its_reason(script, fake_gpu, capsys
     assert capsys.readouterr().out.splitlines()[2] == f"triton          1  {why}"
 
 
+def test_a_failure_behind_the_results_is_one(script, fake_gpu, capsys):
+    fake_gpu["triton"] = good(1) | {"then": "raise SystemExit(3)"}
+    arguments = ["--tokens", "1", "--without", "marlin", "humming", "bf16"]
+    assert script.main(arguments) == script.FAILED
+    told = capsys.readouterr().out.splitlines()
+    assert told[2].startswith("triton          1     1.0 s")
+    assert told[3] == "triton        all  after its results: ended with 3"
+
+
+def test_a_line_that_was_not_finished_is_left_out(script, fake_gpu, monkeypatch, tmp_path):
+    begun = f"open({str(tmp_path / 'triton')!r}, 'w').write('{{'); raise SystemExit(3)"
+    monkeypatch.setattr(script, "command", lambda *_: [sys.executable, "-c", begun])
+    arguments = SimpleNamespace(tokens=[8], limit=20)
+    (row,) = script.rows_of("triton", arguments, GPU, tmp_path)
+    assert (row["tokens"], row["why"]) == (8, "ended with 3")
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [
