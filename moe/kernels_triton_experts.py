@@ -108,9 +108,9 @@ def weighted_sum(
     activated = torch.empty(pairs, width, dtype=x.dtype, device=x.device)
     w13.multiply(x.contiguous(), activated, blocks, tiles, top_k, limit)
     step = max(_OUTPUT_ELEMENTS // pairs // 128, 1) * 128
-    for first in range(0, hidden, step):
-        columns = slice(first, first + step)
-        outputs = result.new_empty(pairs, min(step, hidden - first))
+    for begin in range(0, hidden, step):
+        columns = slice(begin, begin + step)
+        outputs = result.new_empty(pairs, min(step, hidden - begin))
         w2.rows(columns).multiply(activated, outputs, blocks, tiles)
         part = None if base is None else base[:, columns]
         add_choices(outputs, weights.contiguous(), result[:, columns], part, choices)

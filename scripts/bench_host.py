@@ -2,8 +2,8 @@
 
 import importlib.metadata
 import platform
-import shutil
 import re
+import shutil
 import site
 import subprocess
 from pathlib import Path

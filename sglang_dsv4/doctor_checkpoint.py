@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sglang_dsv4 import precision
+from sglang_dsv4 import options, precision
 from sglang_dsv4.components import EXPERTS
 from sglang_dsv4.settings import Settings
 
@@ -148,7 +148,9 @@ def check_options() -> list[Row]:
     parsers = " ".join(
         f"--{field.replace('_', '-')} {parser}" for field, (parser, _) in plugin.PARSERS.items()
     )
-    rows = f"BF16 (FP32 with --dtype float32): {' or '.join(plugin.ROW_DTYPES)}; others are refused"
+    rows = (
+        f"BF16 (FP32 with --dtype float32): {' or '.join(options.ROW_DTYPES)}; others are refused"
+    )
     return [
         Row("parsers", "ok", f"for tool calls and reasoning, start with {parsers}"),
         Row("--kv-cache-dtype", "ok", rows),

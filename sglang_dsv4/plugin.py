@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from sglang_dsv4 import options
 from sglang_dsv4.settings import Settings, set_host_environment
 
 logger = logging.getLogger(__name__)
@@ -19,46 +20,10 @@ logger = logging.getLogger(__name__)
 ARCHITECTURE = "DeepseekV4ForCausalLM"
 BACKEND = "sglang_dsv4"
 SERVED_PACKAGE = "sglang_dsv4.served"
-PAGE_SIZE = 256
-ROW_DTYPES = ("auto", "bf16", "bfloat16")
-RUN_DTYPES = ("auto", "bfloat16", "float32", "float")
 # The host's parsers of this model's answers, none of which it takes by itself.
 PARSERS = {
     "tool_call_parser": ("deepseekv4", "tool calls"),
     "reasoning_parser": ("deepseek-v4", "reasoning"),
-}
-
-# What this version cannot honour -> SGLang's default, all that it accepts: some would do nothing.
-UNSUPPORTED = {
-    "attn_cp_size": 1,
-    "attn_dp_size": 1,
-    "cpu_offload_gb": 0,
-    "dcp_size": 1,
-    "decode_attention_backend": None,
-    "disaggregation_mode": "null",
-    "dsv4_attn_backend": "auto",
-    "dwdp_size": 1,
-    "elastic_ep_backend": None,
-    "enable_deepseek_v4_fp4_indexer": False,
-    "enable_dp_attention": False,
-    "enable_eplb": False,
-    "enable_hierarchical_cache": False,
-    "enable_hisparse": False,
-    "enable_lora": None,
-    "enable_prefill_cp": False,
-    "enable_torch_compile": False,
-    "enable_two_batch_overlap": False,
-    "ep_dispatch_algorithm": None,
-    "ep_num_redundant_experts": 0,
-    "init_expert_location": "trivial",
-    "lora_paths": None,
-    "moe_a2a_backend": "none",
-    "moe_dp_size": 1,
-    "moe_runner_backend": "auto",
-    "pp_size": 1,
-    "prefill_attention_backend": None,
-    "quantization": None,
-    "speculative_algorithm": None,
 }
 
 
@@ -209,7 +174,8 @@ def _override(server_args: Any, hf_config: Any) -> dict[str, Any]:
             f"it serves model_type deepseek_v4, found {hf_config.model_type!r}; "
             "set SGLANG_PLUGINS=__none__ to serve it with SGLang's built-in model."
         )
-    _check_options(server_args)
+    if reason := options.why_refused(server_args, BACKEND):
+        raise _refusal(reason)
     _check_settings(server_args.ep_size)
     _check_checkpoint(server_args)
     _warn_of_missing_parsers(server_args)
@@ -222,33 +188,6 @@ def _override(server_args: Any, hf_config: Any) -> dict[str, Any]:
 
 def _refusal(reason: str) -> SystemExit:
     return SystemExit(f"sglang-dsv4 {version('sglang-dsv4')} cannot start: {reason}")
-
-
-def _check_options(server_args: Any) -> None:
-    if server_args.page_size not in (None, PAGE_SIZE):
-        raise _refusal(
-            f"--page-size {server_args.page_size}: DeepSeek-V4's cache has pages of {PAGE_SIZE} "
-            "tokens (64 CSA entries, 2 HCA entries). Leave the option out."
-        )
-    if server_args.kv_cache_dtype not in ROW_DTYPES:
-        raise _refusal(
-            f"--kv-cache-dtype {server_args.kv_cache_dtype}: this version keeps rows in BF16 "
-            "(fp32 with --dtype float32). Use auto or bfloat16."
-        )
-    if server_args.dtype not in RUN_DTYPES:
-        raise _refusal(f"--dtype {server_args.dtype}: use one of {', '.join(RUN_DTYPES)}.")
-    if server_args.attention_backend not in (None, "dsv4", BACKEND):
-        raise _refusal(
-            f"--attention-backend {server_args.attention_backend}: the model brings its own, "
-            f"{BACKEND}. Leave the option out."
-        )
-    for option, default in UNSUPPORTED.items():
-        found = getattr(server_args, option)
-        if found != default:
-            raise _refusal(
-                f"--{option.replace('_', '-')} (given: {found}) is not supported in this version. "
-                "Leave the option out, or set SGLANG_PLUGINS=__none__ for SGLang's built-in model."
-            )
 
 
 def _check_settings(expert_parallel: int) -> None:

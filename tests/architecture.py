@@ -25,7 +25,7 @@ PACKAGES = {
 # for those that are named on their own. `cli_*` are the subcommands.
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
-        *("config", "settings", "parameters", "checkpoint", "dequant", "components"),
+        *("config", "settings", "options", "parameters", "checkpoint", "dequant", "components"),
         "json_files",
         *("graph_safety_rules", "graph_safety_kinds", "ablation_metrics"),
         *("bench_timer", "bench_bytes", "bench_table"),
@@ -345,7 +345,7 @@ def text_files(root: Path) -> Iterator[Path]:
             name for name in folders if name not in NOT_OURS and not name.endswith("_cache")
         )
         for name in sorted(files):
-            if Path(name).suffix in TEXT_SUFFIXES:
+            if Path(name).suffix in TEXT_SUFFIXES and name not in NOT_OURS:
                 yield Path(folder, name)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_dsv4 import plugin
+from sglang_dsv4 import options, plugin
 from sglang_dsv4.backends import Machine, choose
 
 
@@ -108,10 +108,10 @@ def test_the_backend_refuses_what_is_not_ours() -> None:
 def test_ranks_with_requests_of_their_own_are_refused(option: str, value: Any) -> None:
     """So no rank waits for others while it has no request."""
     taken = dict(page_size=None, kv_cache_dtype="auto", dtype="auto", attention_backend=None)
-    arguments = taken | plugin.UNSUPPORTED
-    plugin._check_options(SimpleNamespace(**arguments))
-    with pytest.raises(SystemExit, match=f"--{option.replace('_', '-')} .given: {value}. is not"):
-        plugin._check_options(SimpleNamespace(**arguments | {option: value}))
+    arguments = taken | {"load_format": "auto"} | options.UNSUPPORTED
+    assert options.why_refused(SimpleNamespace(**arguments), plugin.BACKEND) is None
+    told = options.why_refused(SimpleNamespace(**arguments | {option: value}), plugin.BACKEND)
+    assert told and told.startswith(f"--{option.replace('_', '-')} (given: {value}) is not")
 
 
 def test_an_idle_batch_goes_through_the_backend() -> None:

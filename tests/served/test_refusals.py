@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from serving import Server
-from sglang_dsv4 import plugin
+from sglang_dsv4 import options, plugin
 
 Refused = Callable[..., str]
 
@@ -232,7 +232,7 @@ class TestServerArguments:
         ep_size=1,
         json_model_override_args="{}",
         **dict.fromkeys(plugin.PARSERS),
-        **plugin.UNSUPPORTED,
+        **options.UNSUPPORTED,
     )
 
     def override(self, **changes: Any) -> dict[str, Any]:
@@ -251,6 +251,7 @@ class TestServerArguments:
             ("kv_cache_dtype", "fp8_e5m2", "Use auto or bfloat16"),
             ("kv_cache_dtype", "fp8_e4m3", "Use auto or bfloat16"),
             ("page_size", 64, "pages of 256 tokens"),
+            ("load_format", "sharded_state", "Use one of auto, safetensors"),
         ],
     )
     def test_a_refusal_says_what_to_do(self, option: str, value: Any, says: str) -> None:
