@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import sys
 import textwrap
 from collections.abc import Callable
@@ -249,7 +250,7 @@ def check_bytecode() -> list[Row]:
     found = f"{compiled:,} of {sources:,} files of {', '.join(_SLOW_IMPORTS)} are compiled"
     if compiled >= _MOSTLY * sources:
         return [Row("bytecode", "ok", found)]
-    remedy = f"{sys.executable} -m compileall -qq -j 0 {' '.join(sorted(sites))}"
+    remedy = shlex.join([sys.executable, *"-m compileall -qq -j 0".split(), *sorted(sites)])
     return [Row("bytecode", "warn", found, "nearly all", f"for quicker starts: {remedy}")]
 
 

@@ -62,6 +62,25 @@ def test_dummy_experts_in_four_bits_are_packed(load_format, monkeypatch) -> None
     assert len(compiled) == len(packed)
 
 
+@pytest.mark.parametrize("filled", [False, True])
+def test_a_refused_update_leaves_what_graphs_can_read(filled, monkeypatch) -> None:
+    """Weights that came before are packed; where a start fails, nothing else is said."""
+    packed = []
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise deepseek_v4.weights.CheckpointError("missing tensors")
+
+    monkeypatch.setattr(deepseek_v4.weights, "load", refused)
+    monkeypatch.setattr(deepseek_v4, "pack_weights", lambda *arguments: packed.append(arguments))
+    monkeypatch.setattr(deepseek_v4.host, "checkpoint_folder", lambda: "somewhere")
+    monkeypatch.setattr(deepseek_v4.checkpoint, "total_bytes", lambda folder: 1)
+    model = served(filled=filled, ops="ops", model="model", parallel=Parallel(), chosen=None)
+    model.config = None
+    with pytest.raises(deepseek_v4.weights.CheckpointError, match="missing tensors"):
+        model.load_weights([])
+    assert packed == [("ops", "model")] * filled
+
+
 @pytest.mark.parametrize(("load_format", "group"), [("dummy", 32), ("auto", 16)])
 def test_the_model_is_built_for_what_is_there(load_format, group, tmp_path, monkeypatch) -> None:
     """config.json says MXFP4, the headers NVFP4: believed is what can be looked at."""

@@ -52,7 +52,8 @@ class DeepseekV4ForCausalLM(nn.Module):
         for note in storage.notes if self.parallel.rank == 0 else ():
             logger.warning("sglang-dsv4: %s", note)
         linears = self._linear_storage(host.raw_config(config))
-        self.kept, self.compiled = (storage.groups, linears.anywhere), False
+        self.kept = (storage.groups, linears.anywhere)
+        self.filled = self.compiled = False  # with weights; its kernels
         self.model = Model(
             self.config, chosen, self.ops, self.parallel, storage.groups, linears.layers
         )
@@ -101,18 +102,25 @@ class DeepseekV4ForCausalLM(nn.Module):
         return self.logits_processor(input_ids, hidden, self.head, forward_batch)
 
     def load_weights(self, stream: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Fill every parameter from (name, tensor) pairs, or raise weights.CheckpointError."""
+        """Fill every parameter from (name, tensor) pairs, or raise weights.CheckpointError: then
+        what came before that is in place."""
         rank = self.parallel.rank
-        report = weights.load(
-            self,
-            stream,
-            self.config,
-            rank=rank,
-            size=self.parallel.size,
-            expert_parallel=self.parallel.expert_parallel,
-            total_bytes=checkpoint.total_bytes(host.checkpoint_folder()) if rank == 0 else None,
-            chosen=self.chosen,
-        )
+        try:
+            report = weights.load(
+                self,
+                stream,
+                self.config,
+                rank=rank,
+                size=self.parallel.size,
+                expert_parallel=self.parallel.expert_parallel,
+                total_bytes=checkpoint.total_bytes(host.checkpoint_folder()) if rank == 0 else None,
+                chosen=self.chosen,
+            )
+        except weights.CheckpointError:
+            if self.filled:  # an update while the server runs: its graphs read packed weights
+                pack_weights(self.ops, self.model)
+            raise
+        self.filled = True
         pack_weights(self.ops, self.model)
         logger.info("sglang-dsv4 weights: %s", report)
         self._compile_kernels()
@@ -120,6 +128,7 @@ class DeepseekV4ForCausalLM(nn.Module):
     def post_load_weights(self) -> None:
         """Called by the host where it did not call `load_weights`."""
         if host.loads_dummies():
+            self.filled = True
             pack_weights(self.ops, self.model)
             self._compile_kernels()
 
