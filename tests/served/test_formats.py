@@ -1,6 +1,6 @@
 """Quantised checkpoints are served: the tokens of the model with the same weights, dense.
 
-One server has a layer in each format, and keeps in four bits the experts that have them. The values
+One server has a layer in each format, and keeps in four bits what has them. The values
 of a whole checkpoint in each are compared without a server, in `tests/test_formats.py`.
 """
 
@@ -48,7 +48,7 @@ def test_answers_are_those_of_the_dense_twin(serve: Callable[..., Server], tmp_p
     (twin / "config.json").write_bytes((folder / "config.json").read_bytes())
     runner = Runner(twin)
     wanted = [greedy(runner, prompt(length)) for length in LENGTHS]
-    kept = {"SGLANG_DSV4_PRECISION": "routed_experts=fp4"}
+    kept = {"SGLANG_DSV4_PRECISION": "routed_experts=fp4,linears=fp4"}
     with serve(folder, dtype="float32", env=kept) as server:
         replies = server.generate_all([prompt(length) for length in LENGTHS], COUNT)
         log = server.log.read_text(errors="replace")
@@ -61,4 +61,5 @@ def test_answers_are_those_of_the_dense_twin(serve: Callable[..., Server], tmp_p
         counted = f"{layers} layer{'s' * (layers > 1)}\n"
         run = "F32 at load" if held in ("BF16", "FP8") else f"{held}, kept"
         assert f"ffn.experts.*.w1: {held} in the checkpoint -> {run}, {counted}" in log
+    assert "attn.wo_b: NVFP4 in the checkpoint -> NVFP4, kept, 1 layer\n" in log
     assert "attn.compressor.wkv: NVFP4 in the checkpoint, 1 layer: below the floor" in log
