@@ -31,8 +31,8 @@ _LARGEST_UE8M0 = 254 - _SCALES_UP.value
 _E5M3_BIAS = tl.constexpr(10)
 
 # Where a word holds mantissa, exponent (two bits) and sign of the first code of each of its four
-# pairs; see `bits_of_codes`. They come to their places in a pair of BF16 by a shift for all bits of
-# a pair, two for the last: no order of the bits does with fewer.
+# pairs; see `bits_of_codes`. The first pair is where a pair of BF16 has it, a shift brings the
+# second and the third there, two the last: no order of the bits needs fewer.
 _PLACES = ((6, 7, 8, 15), (0, 1, 2, 9), (10, 11, 12, 19), (4, 5, 14, 13))
 _NUMBERS = tl.constexpr(0x81C081C0 - 2**32)  # a pair of BF16, as int32: the bits of E2M1
 _SIGNS_AND_LOW = tl.constexpr(0x80C080C0 - 2**32)  # those but the upper of the exponent

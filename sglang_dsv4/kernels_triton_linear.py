@@ -46,8 +46,8 @@ _DEPTH_PER_TOKEN = 16
 _BLOCK, _ROWS = tl.constexpr(FP8_BLOCK), tl.constexpr(ROWS)
 
 # Where a word holds mantissa (three bits), exponent (four) and sign of the first code of each of
-# its two pairs; see `bits_of_codes`. A shift brings the first pair to its place in BF16, two the
-# other; no order of the bits does with fewer.
+# its two pairs; see `bits_of_codes`. The first pair is where a pair of BF16 has it, two shifts
+# bring the other there; no order of the bits needs fewer.
 _PLACES = ((4, 5, 6, 7, 8, 9, 10, 15), (0, 1, 2, 3, 12, 13, 14, 11))
 _NUMBERS = tl.constexpr(0x87F087F0 - 2**32)  # a pair of BF16, as int32: the bits of E4M3
 _SIGNS_AND_LOW = tl.constexpr(0x80F080F0 - 2**32)  # those but the upper of the exponent
