@@ -14,10 +14,11 @@ import triton.language as tl
 from sglang_dsv4.dequant import MXFP4_GROUP
 from sglang_dsv4.fp4 import ROWS, FP4Matrices
 from sglang_dsv4.kernels_triton_fragments import (
-    bits_of_codes,
+    ASSEMBLY,
     depth_for,
     left_operand,
     scaled_pair,
+    words_of,
 )
 
 # Codes, as their bits read in BF16, are too small by 2^126; scales are made larger by 2^118, and
@@ -31,14 +32,11 @@ _LARGEST_UE8M0 = 254 - _SCALES_UP.value
 _E5M3_BIAS = tl.constexpr(10)
 
 # Where a word holds mantissa, exponent (two bits) and sign of the first code of each of its four
-# pairs; see `bits_of_codes`. The first pair is where a pair of BF16 has it, a shift brings the
+# pairs; see `words_of`. The first pair is where a pair of BF16 has it, a shift brings the
 # second and the third there, two the last: no order of the bits needs fewer.
 _PLACES = ((6, 7, 8, 15), (0, 1, 2, 9), (10, 11, 12, 19), (4, 5, 14, 13))
 _NUMBERS = tl.constexpr(0x81C081C0 - 2**32)  # a pair of BF16, as int32: the bits of E2M1
 _SIGNS_AND_LOW = tl.constexpr(0x80C080C0 - 2**32)  # those but the upper of the exponent
-
-# The interpreter knows no assembly.
-_ASSEMBLY = tl.constexpr(not triton.knobs.runtime.interpret)
 
 
 def pack(weight: FP4Matrices) -> None:
@@ -110,10 +108,7 @@ def _tile_of_codes(codes: torch.Tensor, depth: int) -> torch.Tensor:
     split = codes.view(rows // ROWS, 2, 8, columns // depth, 2, blocks, -1, 2, 4, 2)
     # tile of rows, tile of inputs, block, g, c, sixteen, r8; of a word: half, two, neighbour
     ordered = split.permute(0, 3, 5, 2, 8, 6, 1, 4, 7, 9).flatten(-3)
-    words = torch.zeros(ordered.shape[:-1], dtype=torch.int32, device=codes.device)
-    for number, bits in enumerate(bits_of_codes(_PLACES).to(codes.device)):
-        words |= bits[ordered[..., number].int()]
-    return words
+    return words_of(ordered, _PLACES)
 
 
 def _tile_of_scales(scales: torch.Tensor, depth: int, group: int) -> torch.Tensor:
@@ -153,7 +148,7 @@ def _unpacked(words, low_scales, high_scales):
 
     Bits are moved from `_PLACES` to where BF16 has them and read as that, subnormals included.
     """
-    if _ASSEMBLY:
+    if ASSEMBLY:
         pairs = tl.inline_asm_elementwise(
             """
             {

@@ -16,6 +16,9 @@ import triton.language as tl
 
 from sglang_dsv4.fp4 import INPUTS
 
+# The interpreter knows no assembly.
+ASSEMBLY = tl.constexpr(not triton.knobs.runtime.interpret)
+
 
 def depth_for(inputs: int) -> int:
     """Inputs of a tile: the largest of 128, 64 and 32 that divides."""
@@ -33,12 +36,20 @@ def takes_wgmma(capability: int, *, rows: int, warps: int) -> bool:
     return capability == 90 and warps % 4 == 0 and rows % 64 == 0
 
 
-def bits_of_codes(places: Sequence[Sequence[int]]) -> torch.Tensor:
-    """[2 * pairs, 2^bits] int32: the bits of a word that a code sets, as each of those in it.
+def words_of(codes: torch.Tensor, places: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Codes [..., 2 * pairs] uint8, in the order of pairs, to words [...] int32.
 
     places: for the first code of each pair, where the word holds its bits, from the lowest. Those
     of the second lie 16 places on, round the end.
     """
+    words = torch.zeros(codes.shape[:-1], dtype=torch.int32, device=codes.device)
+    for number, bits in enumerate(_bits_of_codes(places).to(codes.device)):
+        words |= bits[codes[..., number].int()]
+    return words
+
+
+def _bits_of_codes(places: Sequence[Sequence[int]]) -> torch.Tensor:
+    """[2 * pairs, 2^bits] int32: the bits of a word that a code sets, as each of those in it."""
     words = [
         sum((code >> bit & 1) << (place + 16 * neighbour) % 32 for bit, place in enumerate(each))
         for each in places

@@ -25,12 +25,13 @@ from sglang_dsv4.fp8 import FP8Matrix
 from sglang_dsv4.kernels_cublas import linear_fp32
 from sglang_dsv4.kernels_triton import _least_power
 from sglang_dsv4.kernels_triton_fragments import (
-    bits_of_codes,
+    ASSEMBLY,
     depth_for,
     inputs_in_order,
     left_operand,
     scaled_pair,
     takes_wgmma,
+    words_of,
 )
 
 # Beyond so many tokens arithmetic costs more than reading weights: they are dequantised, and cuBLAS
@@ -46,14 +47,11 @@ _DEPTH_PER_TOKEN = 16
 _BLOCK, _ROWS = tl.constexpr(FP8_BLOCK), tl.constexpr(ROWS)
 
 # Where a word holds mantissa (three bits), exponent (four) and sign of the first code of each of
-# its two pairs; see `bits_of_codes`. The first pair is where a pair of BF16 has it, two shifts
+# its two pairs; see `words_of`. The first pair is where a pair of BF16 has it, two shifts
 # bring the other there; no order of the bits needs fewer.
 _PLACES = ((4, 5, 6, 7, 8, 9, 10, 15), (0, 1, 2, 3, 12, 13, 14, 11))
 _NUMBERS = tl.constexpr(0x87F087F0 - 2**32)  # a pair of BF16, as int32: the bits of E4M3
 _SIGNS_AND_LOW = tl.constexpr(0x80F080F0 - 2**32)  # those but the upper of the exponent
-
-# The interpreter knows no assembly.
-_ASSEMBLY = tl.constexpr(not triton.knobs.runtime.interpret)
 
 
 def linear_fp8(
@@ -95,10 +93,7 @@ def pack(weight: FP8Matrix) -> None:
     split = weight.codes.view(rows // ROWS, 2, 8, columns // INPUTS, 2, 2, 4, 2)
     # tile of rows, tile of inputs, g, c, sixteen, r8; of a word: two, neighbour
     ordered = split.permute(0, 3, 2, 6, 4, 1, 5, 7).flatten(-2)
-    words = torch.zeros(ordered.shape[:-1], dtype=torch.int32, device=ordered.device)
-    for number, bits in enumerate(bits_of_codes(_PLACES).to(ordered.device)):
-        words |= bits[ordered[..., number].int()]
-    weight.codes.copy_(words.view(torch.uint8).view(rows, columns))
+    weight.codes.copy_(words_of(ordered, _PLACES).view(torch.uint8).view(rows, columns))
     weight.packed = True
 
 
@@ -173,12 +168,9 @@ def _tiled_product(
         return result
     tiles = tiles_for(tokens, depth_for(depth))
     slice_depth = slice_depth_for(tokens, width, depth, tiles)
-    slices = triton.cdiv(depth, slice_depth)
-    sums = result
-    if slices > 1:
-        sums = torch.empty(slices, tokens, width, dtype=torch.float32, device=x.device)
+    sums = sums_of_slices(result, triton.cdiv(depth, slice_depth))
     token_tiles = triton.cdiv(tokens, tiles.tokens)
-    _linear_kernel[(triton.cdiv(width, tiles.rows) * token_tiles, slices)](
+    _linear_kernel[(triton.cdiv(width, tiles.rows) * token_tiles, sums.shape[0])](
         x,
         weight.codes.view(-1).view(torch.int32),
         weight.scales,
@@ -196,14 +188,22 @@ def _tiled_product(
         num_warps=tiles.warps,
         num_stages=tiles.stages,
     )
-    if slices > 1:
-        add_slices(sums, result)
+    add_slices(sums, result)
     return result
+
+
+def sums_of_slices(result: torch.Tensor, slices: int) -> torch.Tensor:
+    """Where slices write their sums: [slices, T, N] fp32, or where there is one, result [T, N]."""
+    if slices == 1:
+        return result.unsqueeze(0)
+    return torch.empty(slices, *result.shape, dtype=torch.float32, device=result.device)
 
 
 def add_slices(sums: torch.Tensor, result: torch.Tensor) -> None:
     """sums [slices, T, N] fp32 -> their sum in `result` [T, N], in one order, rounded once."""
     slices, block = sums.shape[0], 256
+    if slices == 1:
+        return  # it is the result
     _add_slices_kernel[(triton.cdiv(result.numel(), block),)](
         sums, result, result.numel(), slices, SLICES=_least_power(slices), BLOCK=block
     )
@@ -232,7 +232,7 @@ def _unpacked(words):
     Bits are moved from `_PLACES` to where BF16 has them and read as that, subnormals included,
     which makes numbers that are too small by 2^120.
     """
-    if _ASSEMBLY:
+    if ASSEMBLY:
         pairs = tl.inline_asm_elementwise(
             """
             {

@@ -29,6 +29,7 @@ from sglang_dsv4.kernels_triton_linear import (
     add_slices,
     dense_product,
     slice_depth_for,
+    sums_of_slices,
 )
 
 __all__ = ["linear_fp4", "pack"]
@@ -105,13 +106,10 @@ def _tiled_product(
         return result
     tiles = tiles_for(tokens, depth_for(depth))
     slice_depth = slice_depth_for(tokens, width, depth, tiles, per_token=_DEPTH_PER_TOKEN)
-    slices = triton.cdiv(depth, slice_depth)
-    sums = result
-    if slices > 1:
-        sums = torch.empty(slices, tokens, width, dtype=torch.float32, device=x.device)
+    sums = sums_of_slices(result, triton.cdiv(depth, slice_depth))
     token_tiles = triton.cdiv(tokens, tiles.tokens)
     row_tiles = groups * triton.cdiv(width // groups, tiles.rows)
-    _linear_fp4_kernel[(row_tiles * token_tiles, slices)](
+    _linear_fp4_kernel[(row_tiles * token_tiles, sums.shape[0])](
         x,
         weight.codes.view(-1).view(torch.int32),
         weight.scales.view(-1).view(torch.int16),
@@ -132,8 +130,7 @@ def _tiled_product(
         num_warps=tiles.warps,
         num_stages=tiles.stages,
     )
-    if slices > 1:
-        add_slices(sums, result)
+    add_slices(sums, result)
     return result
 
 

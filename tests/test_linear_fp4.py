@@ -1,12 +1,12 @@
 """linear_fp4 against products in float64."""
 
-import importlib
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from linear_checks import among_nan, assert_product, prepared, product
 from op_checks import MACHINE, implementations, randn, thorough
 from sglang_dsv4 import backends, dequant, fp4, kernels_triton_linear
 from sglang_dsv4 import kernels_triton_linear_fp4 as kernels
@@ -46,26 +46,6 @@ def dense(weight):
     return torch.cat([dequant.nvfp4(*part) for part in parts])
 
 
-def prepared(op, weight):
-    """Packed as the op's module wants it."""
-    module = importlib.import_module(op.__module__)
-    if hasattr(module, "pack"):
-        module.pack(weight)
-    return weight
-
-
-def among_nan(x):
-    """The same values, followed by NaN in memory."""
-    buffer = torch.full((x.numel() + 4096,), torch.nan, dtype=x.dtype, device=x.device)
-    buffer[: x.numel()] = x.reshape(-1)
-    return buffer[: x.numel()].view(x.shape)
-
-
-def product(x, values, groups):
-    each, rows = x.double().unflatten(1, (groups, -1)), values.double().unflatten(0, (groups, -1))
-    return torch.einsum("tgi,goi->tgo", each, rows).flatten(1)
-
-
 def check(op, x, weight, *, dtype, groups=1):
     """Off by less than fp32 sums may be, and one rounding; beyond 128 tokens kernels multiply what
     is rounded to BF16."""
@@ -73,12 +53,8 @@ def check(op, x, weight, *, dtype, groups=1):
     result = op(x, prepared(op, weight), dtype=dtype, groups=groups)
     if x.shape[0] > 128 and op is kernels.linear_fp4:
         values = values.to(BF16)
-    exact = product(x.to(BF16), values, groups)
-    sizes = product(x.to(BF16).abs(), values.abs(), groups)
-    rounding = 2.0**-8 if dtype is BF16 else 0.0
-    assert result.dtype is dtype and result.shape == exact.shape
-    excess = (result.double() - exact).abs() - 1e-6 * sizes - rounding * exact.abs()
-    assert not result.isnan().any() and (excess <= 0).all(), f"off by {excess.max()} too much"
+    assert result.dtype is dtype
+    assert_product(result, x, values, groups)
 
 
 SHAPES = [  # tokens, outputs, inputs

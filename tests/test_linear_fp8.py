@@ -1,13 +1,12 @@
 """linear_fp8 against products in float64."""
 
-import importlib
-
 import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import assembly
+from linear_checks import among_nan, assert_product, prepared, product
 from op_checks import MACHINE, implementations, randn, thorough
 from sglang_dsv4 import dequant, reference
 from sglang_dsv4 import kernels_triton_linear as kernels
@@ -40,33 +39,6 @@ def dense(weight):
     return dequant.fp8(weight.codes.view(torch.float8_e4m3fn), weight.scales)
 
 
-def prepared(op, weight):
-    """Packed as the op's module wants it."""
-    module = importlib.import_module(op.__module__)
-    if hasattr(module, "pack"):
-        module.pack(weight)
-    return weight
-
-
-def among_nan(x):
-    """The same values, followed by NaN in memory."""
-    buffer = torch.full((x.numel() + 4096,), torch.nan, dtype=x.dtype, device=x.device)
-    buffer[: x.numel()] = x.reshape(-1)
-    return buffer[: x.numel()].view(x.shape)
-
-
-def check(result, x, weight, groups=1):
-    """Off by less than fp32 sums may be, and one rounding. weight: [N, K], its values."""
-    rows = weight.double().unflatten(0, (groups, -1))
-    each = x.to(BF16).double().unflatten(1, (groups, -1))
-    exact = torch.einsum("tgi,goi->tgo", each, rows).flatten(1)
-    sizes = torch.einsum("tgi,goi->tgo", each.abs(), rows.abs()).flatten(1)
-    rounding = 2.0**-8 if result.dtype is BF16 else 0.0
-    assert result.shape == exact.shape
-    excess = (result.double() - exact).abs() - 1e-6 * sizes - rounding * exact.abs()
-    assert not result.isnan().any() and (excess <= 0).all(), f"off by {excess.max()} too much"
-
-
 SHAPES = [  # tokens, outputs, inputs
     (1, 144, 640),  # in slices, the last of them shorter
     (2, 48, 768),  # three slices
@@ -87,14 +59,14 @@ def test_equals_float64(op, tokens, outputs, inputs, dtype):
     values = dense(weight)
     result = op(x, prepared(op, weight), dtype=dtype)
     assert result.dtype is dtype
-    check(result, x, values)
+    assert_product(result, x, values)
 
 
 def test_many_tokens(op):
     """Where kernels leave the product to torch."""
     x, weight = randn(130, 160, dtype=BF16), fp8_weight(96, 160)
     values = dense(weight)
-    check(op(x, prepared(op, weight), dtype=BF16), x, values)
+    assert_product(op(x, prepared(op, weight), dtype=BF16), x, values)
 
 
 @pytest.mark.parametrize("tokens", [0, 3, 129])
@@ -103,7 +75,7 @@ def test_groups_have_inputs_of_their_own(op, tokens):
     values = dense(weight)
     result = op(x, prepared(op, weight), dtype=BF16, groups=4)
     assert result.shape == (tokens, 4 * 128)
-    check(result, x, values, groups=4)
+    assert_product(result, x, values, groups=4)
 
 
 PICKED = (0, 1, 2, 3, 62, 127, 128, 201, 255)
@@ -260,11 +232,7 @@ def real_inputs(name, tokens):
 def test_at_real_shapes(name, tokens, dtype):
     x, weight, values, groups = real_inputs(name, tokens)
     result = kernels.linear_fp8(x, weight, dtype=dtype, groups=groups)
-    expected = torch.einsum(
-        "tgi,goi->tgo",
-        x.double().unflatten(1, (groups, -1)),
-        values.double().unflatten(0, (groups, -1)),
-    ).flatten(1)
+    expected = product(x, values, groups)
     error = (result.double() - expected).norm(dim=1) / expected.norm(dim=1)
     limit = 2**-8 if dtype is BF16 else 2e-5  # of 8,192 terms, whose sums tensor cores cut off
     assert expected.abs().max() > 0.01 and error.max() <= limit, f"relative error {error.max()}"

@@ -1,6 +1,7 @@
 """Linear layers at the model's shapes, with weights in BF16, FP8 and NVFP4: what is timed, and what
 must compile."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import ModuleType
@@ -156,18 +157,18 @@ def _cases(module: ModuleType, op: str, made: Callable[[int, int], Any]) -> Iter
     flash, pro = LINEARS["flash o_b"], LINEARS["pro, a rank of 8, q_b"]
     some = [(flash, 1, (80, 90, 120)), (flash, 64, (89, 100)), (flash, 17, ()), (flash, 128, ())]
     some += [(pro, 1, (90,)), (pro, 16, ()), (pro, 33, (80,))]
-    adding = kernels._add_slices_kernel
-    for capabilities in ((90,), tuple(each for each in SHARED_MEMORY if each != 90)):
+    every = tuple(SHARED_MEMORY)
+    tiles = (90,), tuple(each for each in every if each != 90)
+    for capabilities, ((width, depth, _), tokens, usual) in itertools.product(tiles, some):
+        x, weight = torch.empty(tokens, depth, dtype=BF16), made(width, depth)
+        chosen = tuple({*usual} & {*capabilities})
+        options: dict[str, Any] = {"usual": chosen, "capabilities": capabilities}
         capability = mock.Mock(return_value=capabilities[0])
         with mock.patch.object(module, "compute_capability", capability):
-            for (width, depth, _), tokens, usual in some:
-                x, weight = torch.empty(tokens, depth, dtype=BF16), made(width, depth)
-                chosen = tuple({*usual} & {*capabilities})
-                options: dict[str, Any] = {"usual": chosen, "capabilities": capabilities}
-                for case in launched(getattr(module, op), x, weight, dtype=BF16, **options):
-                    if case.kernel is not adding:
-                        yield replace(case, name=f"{case.name}, {width} x {depth}")
-                    elif tokens == 1 and module is kernels:
-                        every = tuple(SHARED_MEMORY)
-                        yield replace(case, usual=every, capabilities=every)
+            found = launched(getattr(module, op), x, weight, dtype=BF16, **options)
+        for case in found:
+            if case.kernel is not kernels._add_slices_kernel:
+                yield replace(case, name=f"{case.name}, {width} x {depth}")
+            elif tokens == 1 and module is kernels:
+                yield replace(case, usual=every, capabilities=every)
     yield from launched(module.dequantised, weight)
