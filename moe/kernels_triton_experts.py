@@ -134,7 +134,8 @@ class Choices:
 class Tiles:
     """Tile of a grouped product: rows are pairs, columns are of the output; and how it is run.
 
-    depth: inputs at a time, 0 where the order of the weights decides that.
+    depth: inputs at a time, 0 where the order of the weights decides that. registers: of a thread
+    at most, None for as many as the compiler likes.
     """
 
     rows: int
@@ -142,6 +143,7 @@ class Tiles:
     warps: int
     stages: int
     depth: int = 0
+    registers: int | None = None
 
 
 @dataclass(frozen=True)

@@ -64,17 +64,16 @@ class _FP4:
 
     @staticmethod
     def tiles(average: float, element_size: int) -> Tiles:
-        """As for dense matrices, but the depth is that of the packing: `scripts/tune_experts.py`
-        times others."""
-        hopper = compute_capability() == 90
+        """As for dense matrices, but the depth is that of the packing. Hopper's are the fastest of
+        those that `scripts/tune_experts.py` times; other GPUs' were not measured."""
         if element_size > 2:
             return Tiles(rows=16, columns=32, warps=2, stages=2)
+        if compute_capability() == 90:
+            return _tiles_of_hopper(average)
         if average <= 5:
             return Tiles(rows=8, columns=64, warps=4, stages=4)
         if average <= 24:
-            return Tiles(rows=16, columns=64, warps=4 if hopper else 2, stages=4)
-        if average > 64 and hopper:  # it has the shared memory
-            return Tiles(rows=128, columns=128, warps=8, stages=3)
+            return Tiles(rows=16, columns=64, warps=2, stages=4)
         return Tiles(rows=64, columns=64, warps=4, stages=3)
 
     def multiply(
@@ -116,7 +115,24 @@ class _FP4:
             WGMMA=takes_wgmma(compute_capability(), rows=tiles.columns, warps=tiles.warps),
             num_warps=tiles.warps,
             num_stages=tiles.stages,
+            maxnreg=tiles.registers,
         )
+
+
+def _tiles_of_hopper(average: float) -> Tiles:
+    """A second block of an expert costs what the first did: so rows are some more than most experts
+    have pairs."""
+    if average <= 1 / 16:
+        return Tiles(rows=8, columns=64, warps=4, stages=4)
+    if average <= 8:
+        return Tiles(rows=8, columns=128, warps=4, stages=3)
+    if average <= 14:
+        return Tiles(rows=16, columns=128, warps=4, stages=4)
+    if average <= 48:
+        return Tiles(rows=32, columns=128, warps=4, stages=3)
+    if average <= 112:
+        return Tiles(rows=128, columns=128, warps=8, stages=3)
+    return Tiles(rows=64, columns=128, warps=8, stages=4)
 
 
 @triton.jit(do_not_specialize=["pairs", "first_held"])

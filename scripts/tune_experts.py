@@ -39,19 +39,19 @@ exit codes: 0 all candidates that fit were right, 1 one was not, 2 no GPU, or a 
 """
 GROUPS = {"mxfp4": MXFP4_GROUP, "nvfp4": NVFP4_GROUP}
 TOLERANCE = 1e-5
-# rows -> (columns, warps), stages; rows by the average number of pairs of an expert
-SMALL = [(32, 2), (64, 2), (64, 4), (128, 4), (128, 8)]
-LARGE = [(64, 4), (128, 4), (128, 8)]
+# Columns, warps, registers; stages. Which, by rows, and those by the average of an expert's pairs.
+SMALL = [(32, 2, None), (64, 4, None), (128, 4, None)], (3, 4, 5)
+LARGE = [(64, 4, None), (128, 4, None), (128, 8, None), (128, 8, 128)], (2, 3, 4)
 
 
 def candidates(average: float) -> Iterator[Tiles]:
     """Those with neither far more rows than an expert has pairs, nor far fewer."""
     for rows in (8, 16, 32, 64, 128):
-        if not (rows <= 16 if average <= 2 else average / 4 <= rows <= 4 * average + 8):
+        if not (rows <= 16 if average <= 2 else average / 4 <= rows <= 2 * average + 8):
             continue
-        shapes, stages = (SMALL, (3, 4, 5)) if rows <= 16 else (LARGE, (2, 3, 4))
-        for (columns, warps), depth in product(shapes, stages):
-            yield Tiles(rows=rows, columns=columns, warps=warps, stages=depth)
+        for (columns, warps, registers), stages in product(*SMALL if rows <= 16 else LARGE):
+            if registers is None or rows >= 64:
+                yield Tiles(rows, columns, warps, stages, registers=registers)
 
 
 def chosen(tiles: Tiles) -> Any:
@@ -99,7 +99,7 @@ def line(row: dict[str, Any]) -> str:
     tiles = row["tiles"]
     shown = (
         f"{row['tokens']:>6} tokens  {tiles['rows']:>3} x {tiles['columns']:>3},"
-        f" {tiles['warps']} warps, {tiles['stages']} stages"
+        f" {tiles['warps']} warps, {tiles['stages']} stages, at most {tiles['registers'] or 255} regs"
     )
     found = f"{row['us']:>9} us  off by {row['error']:.0e}" if "us" in row else f"  {row['why']}"
     return f"{shown} {found}{'  now' if row['now'] else ''}"

@@ -119,11 +119,7 @@ def _triton(module: str) -> Provider:
 
 
 _MODEL = (_triton("sglang_dsv4.kernels_triton"), _reference("sglang_dsv4"))
-_BETWEEN = (
-    Provider("separate", _MODEL[0].module, _needs_triton),
-    Provider("fused", "sglang_dsv4.kernels_triton_mhc", _needs_triton),
-    _MODEL[-1],
-)
+_BETWEEN = (_triton("sglang_dsv4.kernels_triton_mhc"), _MODEL[-1])
 _LINEAR = (Provider("cublas", "sglang_dsv4.kernels_cublas", _needs_gpu), _MODEL[-1])
 _LINEAR_FP8 = (_triton("sglang_dsv4.kernels_triton_linear"), _MODEL[-1])
 _LINEAR_FP4 = (_triton("sglang_dsv4.kernels_triton_linear_fp4"), _MODEL[-1])

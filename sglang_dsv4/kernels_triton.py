@@ -513,7 +513,10 @@ def _write_comb(
 def _post_kernel(
     y, streams, post, comb, result, hidden, blocks, M: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """One block of channels of one token, all streams at once."""
+    """One block of channels of one token, all streams at once.
+
+    Sums are spelled out as fma: which of two products a compiler rounds would depend on y's dtype.
+    """
     program = tl.program_id(0)
     token = (program // blocks).to(tl.int64)
     channel = (program % blocks) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -524,6 +527,7 @@ def _post_kernel(
     for j in tl.static_range(M):
         weights = tl.load(comb + (token * M + j) * M + stream)
         values = tl.load(streams + (token * M + j) * hidden + channel, mask=inside, other=0.0)
-        total += weights[:, None] * values.to(tl.float32)[None, :]
+        values = tl.broadcast_to(values.to(tl.float32)[None, :], (M, BLOCK_D))
+        total = tl.fma(tl.broadcast_to(weights[:, None], (M, BLOCK_D)), values, total)
     place = result + (token * M + stream)[:, None] * hidden + channel[None, :]
     tl.store(place, total, mask=inside[None, :])

@@ -16,6 +16,7 @@ from sglang_dsv4.fp4 import ROWS, FP4Matrices
 from sglang_dsv4.kernels_triton_fragments import (
     ASSEMBLY,
     depth_for,
+    finished,
     left_operand,
     scaled_pair,
     words_of,
@@ -247,4 +248,4 @@ def fp4_product(
     [BLOCK_K / 2, M]."""
     low, high = unpacked_halves(codes, scales, tile, TILES, GROUP, BLOCK_K, WGMMA)
     total = tl.dot(low.to(lows.dtype), lows, total, input_precision="ieee")
-    return tl.dot(high.to(lows.dtype), highs, total, input_precision="ieee")
+    return finished(tl.dot(high.to(lows.dtype), highs, total, input_precision="ieee"))

@@ -96,6 +96,21 @@ def inputs_in_order(COUNT: tl.constexpr, WGMMA: tl.constexpr):
 
 
 @triton.jit
+def finished(total):
+    """A product's sums, for which a program waits: each `tl.dot` of a weight needs it that adds to
+    sums and ends a loop's iteration.
+
+    Triton leaves such a product under way while the next iteration begins, which unpacks weights
+    into the registers that wgmma may still be reading. Sums that something reads are waited for.
+    """
+    if ASSEMBLY:
+        total = tl.inline_asm_elementwise(
+            "mov.f32 $0, $1;", "=f,f", [total], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return total
+
+
+@triton.jit
 def scaled_pair(numbers, scales):
     """Two BF16 numbers of a word times those of another: what assembly does with fma."""
     product = _float(numbers << 16) * _float(scales << 16)

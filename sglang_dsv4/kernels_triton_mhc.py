@@ -1,6 +1,7 @@
-"""What mHC does between two sub-layers in two kernels, where `kernels_triton.py` takes four.
+"""What mHC does between two sub-layers: for few tokens in two kernels instead of four.
 
-`reference.py` is the definition. The first kernel writes the streams and multiplies them while it
+`reference.py` is the definition. More tokens go through the kernels of `kernels_triton.py`, which
+are faster then. Of the two, the first kernel writes the streams and multiplies them while it
 has them; the second turns the products into the next sub-layer's input, norm included. Sums have a
 fixed order, so that two calls on equal tensors of one shape agree bit for bit.
 
@@ -14,12 +15,11 @@ Sinkhorn, 39 dependent passes, runs beside.
 # Kernels are untyped: what their arguments are, a launch decides.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
+from sglang_dsv4 import kernels_triton
 from sglang_dsv4.kernels_triton import (
     _column,
     _dot_fp32,
@@ -28,6 +28,11 @@ from sglang_dsv4.kernels_triton import (
     _write_comb,
     _write_post,
 )
+
+# Up to so many tokens the two kernels are as fast as the four, or faster.
+FUSED_TOKENS = 32
+# Slices of a token's channels, and channels at a time.
+_SLICES, _CHANNELS = 128, 32
 
 
 def mhc_post_pre_norm(
@@ -57,41 +62,14 @@ def mhc_post_pre_norm(
     Returns the streams [T, m, D] that the other reads, its input x [T, D] in their dtype, and the
     post [T, m] and comb [T, m, m] of its output. Rounded where the three ops round.
     """
-    tiles = _tiles(streams.shape[0])
-    streams, sums = _post_and_project(y, streams, post, comb, fn, tiles)
-    x, post, comb = _mix_and_norm(
-        streams, sums, base, scale, weight, tiles, iterations, norm_eps, hc_eps
-    )
+    eps = {"norm_eps": norm_eps, "hc_eps": hc_eps}
+    if streams.shape[0] > FUSED_TOKENS:
+        return kernels_triton.mhc_post_pre_norm(
+            y, streams, post, comb, fn, base, scale, weight, iterations=iterations, **eps
+        )
+    streams, sums = _post_and_project(y, streams, post, comb, fn)
+    x, post, comb = _mix_and_norm(streams, sums, base, scale, weight, iterations=iterations, **eps)
     return streams, x, post, comb
-
-
-@dataclass(frozen=True)
-class _Tiles:
-    """How the work is cut. First kernel: tokens and channels of a tile, slices of a token's
-    channels, warps. Second kernel: mixed, tokens of a program that mixes back."""
-
-    tokens: int
-    channels: int
-    slices: int
-    warps: int
-    mixed: int
-
-
-def _tiles(tokens: int) -> _Tiles:
-    """Few variants, since each is compiled; in each about a program per processor or more.
-
-    With few tokens the time goes into reading fn once, so it is cut into many slices; with many
-    into the streams, where a larger tile reads fn less often. Tensor cores take 16 tokens; up to 4
-    have programs of their own, without the way through memory that those need: so often they read
-    fn, all but once out of the L2.
-    """
-    if tokens <= 4:
-        return _Tiles(tokens=1, channels=32, slices=128, warps=4, mixed=1)
-    if tokens <= 32:
-        return _Tiles(tokens=16, channels=32, slices=128, warps=4, mixed=1)
-    if tokens <= 256:
-        return _Tiles(tokens=16, channels=64, slices=64, warps=4, mixed=1)
-    return _Tiles(tokens=32, channels=64, slices=16, warps=8, mixed=16)
 
 
 def _post_and_project(
@@ -100,14 +78,17 @@ def _post_and_project(
     post: torch.Tensor | None,
     comb: torch.Tensor | None,
     fn: torch.Tensor,
-    tiles: _Tiles,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The streams with y in them, and partial sums [slices, T, rows + 1] of fn times these and of
-    their squares, to be added in the slices' order."""
+    their squares, to be added in the slices' order.
+
+    The time goes into reading fn once, so it is cut into many slices. Tensor cores take 16 tokens;
+    up to 4 have programs of their own, without the way through memory that those need: so often
+    they read fn, all but once out of the L2.
+    """
     streams = streams.contiguous()
     (tokens, m, hidden), rows = streams.shape, fn.shape[0]
-    slices = min(tiles.slices, triton.cdiv(hidden, tiles.channels))
-    slice_width = triton.cdiv(triton.cdiv(hidden, slices), tiles.channels) * tiles.channels
+    slice_width = triton.cdiv(triton.cdiv(hidden, _SLICES), _CHANNELS) * _CHANNELS
     slices = triton.cdiv(hidden, slice_width)
     sums = torch.empty(slices, tokens, rows + 1, dtype=torch.float32, device=streams.device)
     result = streams if y is None else torch.empty_like(streams)
@@ -125,18 +106,18 @@ def _post_and_project(
         hidden,
         slice_width,
     )
-    widths = {"M": _power_of_two(m), "ROWS": rows, "BLOCK_D": tiles.channels}
+    widths = {"M": _power_of_two(m), "ROWS": rows, "BLOCK_D": _CHANNELS}
     widths["BLOCK_R"] = max(triton.next_power_of_2(rows), 16)
-    if tiles.tokens == 1:
-        _post_project_token_kernel[(slices, tokens)](*arguments, **widths, num_warps=tiles.warps)
+    if tokens <= 4:
+        _post_project_token_kernel[(slices, tokens)](*arguments, **widths, num_warps=4)
     else:
-        _post_project_tile_kernel[(slices, triton.cdiv(tokens, tiles.tokens))](
+        _post_project_tile_kernel[(slices, triton.cdiv(tokens, 16))](
             *arguments,
             **widths,
-            BLOCK_T=tiles.tokens,
-            num_warps=tiles.warps,
+            BLOCK_T=16,
+            num_warps=4,
             num_stages=4,
-            maxnreg=128 if tiles.channels <= 32 else None,  # left alone, it spills (sm_89)
+            maxnreg=128,  # left alone, it spills (sm_89)
         )
     return result, sums
 
@@ -147,7 +128,7 @@ def _mix_and_norm(
     base: torch.Tensor,
     scale: torch.Tensor,
     weight: torch.Tensor,
-    tiles: _Tiles,
+    *,
     iterations: int,
     norm_eps: float,
     hc_eps: float,
@@ -160,8 +141,7 @@ def _mix_and_norm(
     if tokens == 0:
         return x, post, comb
     block = triton.next_power_of_2(hidden)
-    mixing = triton.cdiv(tokens, tiles.mixed)
-    _mix_norm_kernel[(mixing + tokens,)](
+    _mix_norm_kernel[(2 * tokens,)](
         streams,
         sums,
         base.contiguous(),
@@ -173,15 +153,13 @@ def _mix_and_norm(
         tokens,
         hidden,
         sums.shape[0],
-        mixing,
         norm_eps,
         hc_eps,
         ITERATIONS=iterations,
         M=m,
         ROWS=sums.shape[2] - 1,
-        BLOCK_T=tiles.mixed,
         BLOCK_D=block,
-        BLOCK_S=tiles.slices,
+        BLOCK_S=_SLICES,
         # Every warp of a program that mixes back does all of it: more than two on each of a
         # processor's four schedulers would be in each other's way.
         num_warps=min(max(block // 256, 1), 8),
@@ -320,7 +298,7 @@ def _posted(y, streams, post, comb, token, channel, tokens, end, hidden, M: tl.c
     return total.to(streams.dtype.element_ty)
 
 
-@triton.jit(do_not_specialize=["tokens", "slices", "mixing"])
+@triton.jit(do_not_specialize=["tokens", "slices"])
 def _mix_norm_kernel(
     streams,
     sums,
@@ -333,26 +311,24 @@ def _mix_norm_kernel(
     tokens,
     hidden,
     slices,
-    mixing,
     norm_eps,
     hc_eps,
     ITERATIONS: tl.constexpr,
     M: tl.constexpr,
     ROWS: tl.constexpr,
-    BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """The first `mixing` programs, which take longest, mix back BLOCK_T tokens each; every other
-    one makes the input of one token. Streams are asked for before the sums are waited for."""
+    """The first programs, which take longest, mix back a token each; every other one makes the
+    input of one. Streams are asked for before the sums are waited for."""
     program = tl.program_id(0)
-    if program < mixing:
-        token = (program * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
+    if program < tokens:
+        token = (program + tl.arange(0, 1)).to(tl.int64)
         mix = _mix(sums, token, tokens, slices, M * hidden, norm_eps, ROWS, BLOCK_S)
         _write_post(mix, base, scale, post, token, tokens, M)
         _write_comb(mix, base, scale, comb, token, tokens, hc_eps, ITERATIONS, M)
         return
-    token = (program - mixing).to(tl.int64)
+    token = (program - tokens).to(tl.int64)
     channel = tl.arange(0, BLOCK_D)
     inside = channel < hidden
     factors = tl.load(weight + channel, mask=inside, other=0.0).to(tl.float32)

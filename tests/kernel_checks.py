@@ -151,6 +151,21 @@ def assert_fits(report: Report) -> None:
     assert report.shared <= limit, f"{report}: at most {limit} are there"
 
 
+def unfinished_products(ptx: str) -> list[str]:
+    """Products by wgmma whose left operand lies in registers, and for which nothing waits before
+    the code branches: the next iteration may write into these registers while they are read."""
+    found, under_way = [], ""
+    for line in map(str.strip, ptx.splitlines()):
+        if re.match(r"wgmma\.mma_async\S* \{[^}]*\}, \{", line):
+            under_way = line
+        elif re.match(r"wgmma\.wait_group\S* 0;", line):
+            under_way = ""
+        elif under_way and re.match(r"(@!?%p\d+ +)?bra|\$", line):
+            found.append(under_way)
+            under_way = ""
+    return found
+
+
 def assert_compiles_without_spills(
     kernel: Any, signature: Mapping[str, str], constexprs: Mapping[str, Any], **options: Any
 ) -> list[Report]:

@@ -89,15 +89,15 @@ def test_on_a_gpu_the_reference_must_be_named():
     assert ops.machine is GPU
 
 
-def test_what_was_not_measured_serves_only_where_it_is_named(monkeypatch):
+def test_other_kernels_serve_only_where_they_are_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: name)
-    op, kernels = "mhc_post_pre_norm", "sglang_dsv4.kernels_triton"
-    for named, provider, module in (
-        ("", "separate", kernels),
-        ("fused", "fused", kernels + "_mhc"),
-    ):
+    op, kernels = "routed_experts_fp4", "sglang_dsv4.moe.kernels_"
+    for named, provider, module in (("", "triton", "triton_fp4"), ("humming",) * 3):
         ops = choose(GPU, named and f"{op}={named}")
-        assert (ops.providers[op], ops.mhc_post_pre_norm.__module__) == (provider, module)
+        assert (ops.providers[op], ops.routed_experts_fp4.__module__) == (
+            provider,
+            kernels + module,
+        )
 
 
 def test_each_op_may_be_named():

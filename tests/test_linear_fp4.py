@@ -146,7 +146,8 @@ def test_stays_on_device(op):
         setattr(weight, name, torch.nn.Parameter(fake, requires_grad=False))
     for tokens in (3, 200):
         with mode:
-            result = op(torch.empty(tokens, 512, dtype=BF16), weight, dtype=BF16)
+            given = torch.empty(tokens, 512, dtype=BF16, device=x.device)
+            result = op(given, weight, dtype=BF16)
         assert result.shape == (tokens, 96) and result.dtype is BF16
 
 

@@ -264,9 +264,9 @@ def _fused_mhc_cases() -> list[CompileCase]:
     found: list[CompileCase] = []
     op = kernels_triton_mhc.mhc_post_pre_norm
     for name in ("flash", "pro, a rank of 8"):
-        for tokens in (1, 8, 64, 2048):
+        for tokens in (1, kernels_triton_mhc.FUSED_TOKENS):
             y, streams, post, comb, *site = between_inputs(tokens, SHAPES[name], "cpu")
-            usual = tuple(SHARED_MEMORY) if name == "flash" and tokens in (1, 2048) else ()
+            usual = tuple(SHARED_MEMORY) if name == "flash" else ()
             found += launched(op, y.float(), streams, post, comb, *site, **MHC, usual=usual)
             found += launched(op, y, streams, post, comb, *site, **MHC, usual=())
             found += launched(op, None, streams, None, None, *site, **MHC, usual=())
