@@ -4,6 +4,8 @@ import json
 import shutil
 import sys
 import xml.etree.ElementTree as ElementTree
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,14 @@ KERNEL_TESTS = (
     "tests/test_gpu_paths.py",
 )  # fmt: skip
 WORKERS = 14  # compiling takes a core each
+SANITIZER_TESTS = (
+    "tests/test_kernels_mhc.py", "tests/attention/test_kernels_index.py",
+    "tests/attention/test_kernels_compress.py", "tests/moe/test_kernels_moe.py",
+    "tests/attention/test_kernels_attention.py", "tests/attention/test_kernels_metadata.py",
+    "tests/test_linear_fp8.py", "tests/test_linear_fp4.py",
+)  # fmt: skip
+SANITIZER_TOOLS = ("memcheck", "racecheck", "synccheck")
+SANITIZED = 6  # at a time
 BATCHES = ("1", "3", "8", "64")
 
 
@@ -103,26 +113,26 @@ def timings(
 
 
 def sanitizer(run: Run) -> dict[str, Any]:
-    """The kernels' own small tests under it; allocations are not pooled, so that it sees them."""
+    """The kernels' own small tests under each of its tools, a few at a time; allocations are not
+    pooled, so that it sees them. What is known so far survives the limit."""
     tool = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if not Path(tool).exists():
         return {"ok": True, "table": [["tool", "result"], ["compute-sanitizer", "not there"]]}
-    tests = [
-        "tests/test_kernels_mhc.py", "tests/attention/test_kernels_index.py",
-        "tests/attention/test_kernels_compress.py", "tests/moe/test_kernels_moe.py",
-        "tests/attention/test_kernels_attention.py",
-    ]  # fmt: skip
     table: list[list[Any]] = [["tool", "tests", "exit code"]]
-    for name in ("memcheck", "racecheck"):
+
+    def checked(name: str, test: str) -> None:
         options = ["--tool", name, "--error-exitcode", "9", "--print-limit", "20"]
-        for test in tests:
-            selected = [test, "-m", "kernels and not gpu and not thorough", "-x"]
-            code = run.command(
-                f"{name} {test}",
-                [tool, *options, *PYTEST, *selected, "-k", "not flashinfer and not flashmla"],
-                PYTORCH_NO_CUDA_MEMORY_CACHING="1",
-            )
-            table.append([name, test, code])
-            # What is known so far survives the limit.
-            (run.out / "sanitizer_rows.json").write_text(json.dumps(table))
+        selected = [test, "-m", "kernels and not gpu and not thorough", "-x"]
+        others = "not flashinfer and not flashmla and not humming"
+        code = run.command(
+            f"{name} {test}",
+            [tool, *options, *PYTEST, *selected, "-k", others],
+            run.out / f"{name}_{Path(test).stem}.log",
+            PYTORCH_NO_CUDA_MEMORY_CACHING="1",
+        )
+        table.append([name, test, code])
+        (run.out / "sanitizer_rows.json").write_text(json.dumps(table))
+
+    with ThreadPoolExecutor(SANITIZED) as pool:
+        list(pool.map(lambda pair: checked(*pair), product(SANITIZER_TOOLS, SANITIZER_TESTS)))
     return {"ok": all(row[2] == 0 for row in table[1:]), "table": table}

@@ -99,8 +99,10 @@ def line(row: dict[str, Any]) -> str:
     tiles = row["tiles"]
     shown = (
         f"{row['tokens']:>6} tokens  {tiles['rows']:>3} x {tiles['columns']:>3},"
-        f" {tiles['warps']} warps, {tiles['stages']} stages, at most {tiles['registers'] or 255} regs"
+        f" {tiles['warps']} warps, {tiles['stages']} stages"
     )
+    if tiles["registers"]:
+        shown += f", {tiles['registers']} registers"
     found = f"{row['us']:>9} us  off by {row['error']:.0e}" if "us" in row else f"  {row['why']}"
     return f"{shown} {found}{'  now' if row['now'] else ''}"
 
