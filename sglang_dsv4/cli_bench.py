@@ -32,7 +32,7 @@ just that, and the whole step as one CUDA graph. Nothing is downloaded and no se
 Times are medians of 30 replays; an op finds a cold L2. MB are what a call has to move at least,
 GB/s what that makes of its time, and roof is the share of a copy's bandwidth, measured first.
 
-presets: flash (SWA CSA HCA, 256 experts a layer: 41 GB), pro (CSA HCA, 384 experts: 105 GB), tiny.
+presets: flash (SWA CSA HCA, 256 experts a layer: 41 GB), pro (CSA HCA, 384 experts: 106 GB), tiny.
 Attention and the shared expert are in FP8 on a GPU, as in the release, unless
 SGLANG_DSV4_PRECISION=linears=... says bf16 or fp4; the routed experts are as --format says.
 Without a GPU it times the tiny preset's step by the reference ops, which shows that it runs and
