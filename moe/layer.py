@@ -155,9 +155,9 @@ class SharedExpert(nn.Module):
         self.limit = config.swiglu_limit
         hidden, self.w13 = config.hidden_size, None
         if linears.keeps("ffn.shared_experts.w13"):
-            self.w13 = linears.as_stored(2 * width, hidden, suffix="")
+            self.w13 = linears.as_stored("ffn.shared_experts.w13", 2 * width, hidden, suffix="")
         if linears.keeps("ffn.shared_experts.w2"):
-            self.w2 = linears.as_stored(hidden, width, suffix="")
+            self.w2 = linears.as_stored("ffn.shared_experts.w2", hidden, width, suffix="")
         else:
             self.w2 = tensor(hidden, width)
 

@@ -35,7 +35,7 @@ class Variant:
 
 # Or an error, never BF16 unseen.
 _FOUR_BITS = {"SGLANG_DSV4_PRECISION": "routed_experts=fp4"}
-_AND_EIGHT = {"SGLANG_DSV4_PRECISION": "routed_experts=fp4,linears=fp8"}
+_ALL_ELSE_BF16 = {"SGLANG_DSV4_PRECISION": "routed_experts=fp4,linears=bf16"}
 _ALL_FOUR = {"SGLANG_DSV4_PRECISION": "routed_experts=fp4,linears=fp4"}
 VARIANTS: Mapping[str, Variant] = MappingProxyType(
     {
@@ -43,8 +43,9 @@ VARIANTS: Mapping[str, Variant] = MappingProxyType(
         "builtin-fp4": Variant(False, "vendor", 17 / 32),
         # SGLang tells FP8 experts by the files, which dummies have none of: so by its own switch.
         "builtin-fp8": Variant(False, "fp8-base", 1, {"SGLANG_DSV4_FP4_EXPERTS": "0"}),
-        "ours-mxfp4": Variant(True, "vendor", 17 / 32, _FOUR_BITS),
-        "ours-mxfp4-fp8": Variant(True, "vendor", 17 / 32, _AND_EIGHT),
+        # Our defaults; `weights_as_planned` tells experts in BF16.
+        "ours-mxfp4": Variant(True, "vendor", 17 / 32),
+        "ours-mxfp4-bf16": Variant(True, "vendor", 17 / 32, _ALL_ELSE_BF16),
         "ours-nvfp4": Variant(True, "nvfp4-experts", 9 / 16, _FOUR_BITS),
         "ours-nvfp4-all": Variant(True, "nvfp4-all", 9 / 16, _ALL_FOUR),
         "ours-bf16": Variant(True, "bf16", 2),
@@ -105,7 +106,7 @@ def environment(variant: Variant) -> dict[str, str]:
 
 def weight_bytes(raw: Mapping[str, Any], variant: Variant) -> float:
     """About what the weights take in memory: experts as the variant holds them, the rest in BF16,
-    which is too much for the built-in model, whose dense weights are FP8."""
+    which is too much where attention and the shared expert are in FP8 or NVFP4."""
     import torch
 
     from sglang_dsv4.memory_plan import weight_bytes as planned

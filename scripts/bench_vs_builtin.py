@@ -30,8 +30,9 @@ fit is measured after it.
 
 variants: built-in with all its defaults, ours with all of ours; the format of the routed experts
   builtin-fp4   as released, FP8 with MXFP4 experts      builtin-fp8   FP8 experts
-  ours-mxfp4    MXFP4 kept in memory                     ours-nvfp4    NVFP4 kept in memory
-  ours-bf16     BF16           ours-mxfp4-fp8  as ours-mxfp4, and FP8 matrices kept in memory
+  ours-mxfp4    MXFP4, and attention and shared expert in FP8, all kept in memory: our defaults
+  ours-mxfp4-bf16  MXFP4 kept in memory, all else in BF16    ours-bf16   BF16
+  ours-nvfp4    NVFP4, and all that is FP8 kept in memory
   ours-nvfp4-all  every linear weight in NVFP4 but the head, those outside the floor kept in memory
 presets: flash, 8 layers SWA SWA CSA HCA CSA HCA CSA HCA; pro, 4 layers HCA HCA CSA HCA; tiny
 measures:
@@ -68,7 +69,7 @@ The first start compiles; where that takes longer than a call, the same call goe
   $R --measure decode --batch 1 --context 131072
   $R --measure kernels,prefill-kernels --batch 1 8 16 64 128
   $R --measure serving --variants builtin-fp4,ours-mxfp4
-  $R --measure decode,prefill --variants builtin-fp4,ours-mxfp4,ours-mxfp4-fp8
+  $R --measure decode,prefill --variants builtin-fp4,ours-mxfp4,ours-mxfp4-bf16
   $R --measure decode,prefill --variants builtin-fp8,builtin-fp4
   $R --measure decode,prefill --variants builtin-fp4,ours-bf16 --layers 6
   $R --preset pro --variants builtin-fp4,ours-mxfp4

@@ -205,7 +205,7 @@ def of_format(run: Run, name: str, folder: Path) -> Iterator[dict[str, Any]]:
         dtype=torch.bfloat16,
         device=run.device,
         routed_experts="fp4" if in_four_bits(name, "ffn.experts.0.w1") else "auto",
-        linears="fp4" if in_four_bits(name, "attn.wq_b") else "bf16",
+        linears="fp4" if in_four_bits(name, "attn.wq_b") else "auto",
     )
     cuts = [count - 8, *range(count - 7, count + 1)]
     found = side_by_side.of_runner(runner, tokens, cuts, wanted)

@@ -107,8 +107,8 @@ def counted(run: Run, ratios: list[int], hashed: int, batch: int) -> Counted:
 
 
 def made_step(run: Run, ratios: list[int], hashed: int, batch: int) -> DecodeStep:
-    """A step at Flash's widths with its experts in MXFP4, or on a CPU at the tiny model's in BF16,
-    with random weights that spread tokens over experts."""
+    """A step at Flash's widths with experts in MXFP4 and other matrices as the switch linears says,
+    or on a CPU at the tiny model's in BF16, with random weights that spread tokens over experts."""
     raw = shipped_config("flash-2l" if run.on_gpu else "tiny", "bfloat16") | {
         "num_hidden_layers": len(ratios),
         "num_hash_layers": hashed,

@@ -20,6 +20,7 @@ from sglang_dsv4.config import DSV4Config
 from sglang_dsv4.dequant import FP8_BLOCK
 from sglang_dsv4.formats import TensorFormat
 from sglang_dsv4.graph_safety_step import DecodeStep, SmallLM
+from sglang_dsv4.linear_storage import LinearStorage
 from sglang_dsv4.linears import holder_of
 from sglang_dsv4.parallel import Parallel
 from sglang_dsv4.parameters import default_dtype
@@ -138,10 +139,7 @@ def _model(
     config: DSV4Config, ops: Ops, precision: Precision, device: str, group: int | None
 ) -> SmallLM:
     groups = {} if group is None else dict.fromkeys(range(config.num_hidden_layers), group)
-    slots = expected_tensors(config)
-    form = linear_storage.FORMATS.get(precision.linears, (TensorFormat.DENSE,))[0]
-    formats = dict.fromkeys(filter(holder_of, slots), form)
-    linears = linear_storage.decide(config, slots, formats, chosen=precision.linears, ranks=1)
+    linears = stored_linears(config, precision.linears, device)
     with default_dtype(DTYPE), torch.device(device):
         lm = SmallLM(config, ops, precision, Parallel(), groups, linears.layers)
     generator = torch.Generator(device).manual_seed(0)
@@ -153,6 +151,17 @@ def _model(
             fill_hash_table(table, config.n_routed_experts)
     pack_weights(ops, lm)
     return lm
+
+
+def stored_linears(config: DSV4Config, chosen: str, device: str) -> LinearStorage:
+    """Of attention and the shared expert what stays in the form that is chosen, or for "auto" in
+    that of the release, FP8."""
+    slots = expected_tensors(config)
+    form = linear_storage.FORMATS.get(chosen, (TensorFormat.FP8,))[0]
+    formats = dict.fromkeys(filter(holder_of, slots), form)
+    return linear_storage.decide(
+        config, slots, formats, chosen=chosen, device=device, run=DTYPE, ranks=1
+    )
 
 
 def _fill(name: str, parameter: nn.Parameter, generator: torch.Generator) -> None:

@@ -35,7 +35,8 @@ def show(result: Result) -> None:
 
 
 def _what(result: Result) -> str:
-    return f"{result['preset']}, experts in {result['format']}, on {result['device']}"
+    formats = f"experts in {result['format']}, attention in {result['linears']}"
+    return f"{result['preset']}, {formats}, on {result['device']}"
 
 
 def _step_cells(one: Result) -> list[str]:

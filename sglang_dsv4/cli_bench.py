@@ -17,6 +17,7 @@ from sglang_dsv4.settings import Settings, SettingsError
 
 if TYPE_CHECKING:
     from sglang_dsv4.backends import Machine, Ops
+    from sglang_dsv4.config import DSV4Config
 
 OP_FAILED = 1
 PRESETS = ("flash", "pro", "tiny")
@@ -31,7 +32,9 @@ just that, and the whole step as one CUDA graph. Nothing is downloaded and no se
 Times are medians of 30 replays; an op finds a cold L2. MB are what a call has to move at least,
 GB/s what that makes of its time, and roof is the share of a copy's bandwidth, measured first.
 
-presets: flash (SWA CSA HCA, 256 experts a layer: 41 GB), pro (CSA HCA, 384 experts: 105 GB), tiny.
+presets: flash (SWA CSA HCA, 256 experts a layer: 41 GB), pro (CSA HCA, 384 experts: 106 GB), tiny.
+Attention and the shared expert are in FP8 on a GPU, as in the release, unless
+SGLANG_DSV4_PRECISION=linears=... says bf16 or fp4; the routed experts are as --format says.
 Without a GPU it times the tiny preset's step by the reference ops, which shows that it runs and
 nothing about speed. scripts/bench_vs_builtin.py measures servers.
 
@@ -163,11 +166,20 @@ def measured(arguments: argparse.Namespace, ops: "Ops", settings: Settings) -> d
         "device": machine.name,
         "preset": arguments.preset,
         "format": arguments.format,
+        "linears": linears_held(config, chosen.linears, machine.device),
         "how": "CUDA graphs" if on_gpu else "reference ops, which say nothing about a GPU's speed",
         "copy_bandwidth": copy,
         "steps": steps,
         "ops": rows,
     }
+
+
+def linears_held(config: "DSV4Config", chosen: str, device: str) -> str:
+    """In which form attention and the shared expert lie in memory, as far as they can."""
+    from sglang_dsv4.bench_step import stored_linears
+
+    forms = set(stored_linears(config, chosen, device).weights.values())
+    return forms.pop() if forms else precision.DENSE
 
 
 def _timed(

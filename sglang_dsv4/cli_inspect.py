@@ -22,8 +22,9 @@ checkpoint holds of each component, what it runs in, every tensor that is missin
 wrong, what one rank needs of its device's memory, and whether it can be served. The server makes
 the same check when it starts. Needs no GPU.
 
-Routed experts in MXFP4 or NVFP4 stay in four bits on a GPU; the verdict says what is kept and what
-becomes dense. SGLANG_DSV4_PRECISION=routed_experts=bf16 shows what it takes to keep none.
+On a GPU routed experts in MXFP4 or NVFP4 stay in four bits, and attention and the shared expert in
+FP8 or NVFP4 if the model runs in bfloat16; the verdict says what is kept and what becomes dense.
+SGLANG_DSV4_PRECISION=routed_experts=bf16,linears=bf16 shows what it takes to keep none.
 
 The memory of a device is that of --gpu, or --memory-gib; without either nothing is judged by it.
 What fits beside the weights is by arithmetic and an upper bound: SGLang's own limits may be lower.

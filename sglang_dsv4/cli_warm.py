@@ -14,7 +14,7 @@ from sglang_dsv4.settings import Settings, SettingsError
 
 if TYPE_CHECKING:
     from sglang_dsv4.expert_storage import HeldByLayer
-    from sglang_dsv4.linears import KeptLinears
+    from sglang_dsv4.linear_storage import LinearStorage
     from sglang_dsv4.warmup import Target
 
 BUILD_FAILED = 1
@@ -26,9 +26,9 @@ compiled at first use. What is built already is found and left alone. Nothing is
 weights are read, and little GPU memory is used. SGLang's own Triton kernels compile at its start.
 
 Which model is said by a checkpoint's folder (its config.json is enough), or by --config. Whether
-routed experts stay in four bits, and with linears=fp8 or fp4 other weights in FP8 or NVFP4, is told
-from the headers of its weights, or for want of any by its config.json; flash and pro are as they
-were released, with MXFP4 and FP8.
+routed experts stay in four bits, and attention and the shared expert in FP8 or NVFP4, is told from
+the headers of its weights, or for want of any by its config.json; flash and pro are as they were
+released, with MXFP4 and FP8.
 On a machine without a GPU nothing is compiled, and nothing needs warming.
 
 exit codes: 0 warm (or nothing to do), 1 something could not be built, 2 bad command line
@@ -124,16 +124,16 @@ def expert_formats(config: DSV4Config, checkpoint: Path | None, name: str | None
     return expert_storage.from_claims(format_claims.read(folder / format_claims.CONFIG), config)
 
 
-def kept_linears(config: DSV4Config, value: str, arguments: argparse.Namespace) -> "KeptLinears":
-    """What else stays as it is stored in some layer, told from the same; value: of the component
-    linears."""
+def kept_linears(
+    config: DSV4Config, value: str, device: str, arguments: argparse.Namespace
+) -> "LinearStorage":
+    """What else stays as it is stored, told from the same; value: of the component linears."""
+    import torch
+
     from sglang_dsv4 import format_claims, linear_storage
     from sglang_dsv4.checkpoint import CheckpointError
-    from sglang_dsv4.linears import ALL_DENSE
     from sglang_dsv4.tensor_table import expected_tensors
 
-    if value == precision.DENSE:
-        return ALL_DENSE
     slots = expected_tensors(config)
     name, folder = arguments.config, NANO if arguments.config == "nano" else arguments.checkpoint
     if folder is None:
@@ -147,8 +147,15 @@ def kept_linears(config: DSV4Config, value: str, arguments: argparse.Namespace) 
     else:
         said = format_claims.read(folder / format_claims.CONFIG)
         formats = linear_storage.from_claims(said, slots)
-    ranks = arguments.tp_size
-    return linear_storage.decide(config, slots, formats, chosen=value, ranks=ranks).anywhere
+    return linear_storage.decide(
+        config,
+        slots,
+        formats,
+        chosen=value,
+        device=device,
+        run=getattr(torch, arguments.dtype),
+        ranks=arguments.tp_size,
+    )
 
 
 def made_target(
@@ -185,7 +192,7 @@ def made_target(
         context=context,
         dtype=getattr(torch, arguments.dtype),
         expert_groups=storage.groups,
-        linears=kept_linears(config, chosen.linears, arguments),
+        linears=kept_linears(config, chosen.linears, machine.device, arguments).anywhere,
     )
 
 

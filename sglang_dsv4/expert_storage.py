@@ -16,7 +16,7 @@ from sglang_dsv4.checkpoint import Header, read_index, read_shards
 from sglang_dsv4.components import EXPERTS, component_of
 from sglang_dsv4.config import DSV4Config
 from sglang_dsv4.formats import FOUR_BITS, Part, TensorFormat, part_of, tensor_format
-from sglang_dsv4.precision import AUTO, DENSE, VARIABLE
+from sglang_dsv4.precision import AUTO, DENSE, VARIABLE, keeps_stored
 from sglang_dsv4.precision import FOUR_BITS as FORCED
 from sglang_dsv4.settings import SettingsError
 from sglang_dsv4.tensor_table import layer_of, vendor_names
@@ -42,11 +42,10 @@ def decide(
     """What a rank keeps in four bits, where `ranks` ranks divide the width of an expert.
 
     held: the formats of each layer's experts; layers that hold dense experts may be left out.
-    chosen: value of the component routed_experts. "auto" keeps four bits where kernels multiply
-    them, and not on a CPU, where the reference would dequantise them in every step.
+    chosen: value of the component routed_experts; what "auto" is, `precision.keeps_stored` says.
     device: "cpu" or "cuda". Raises SettingsError where "fp4" is chosen and no layer can stay so.
     """
-    if not wanted(chosen, device):
+    if not keeps_stored(chosen, device):
         return ExpertStorage()
     groups: dict[int, int] = {}
     reasons: dict[str, list[int]] = {}
@@ -68,11 +67,6 @@ def decide(
     if chosen == FORCED and not groups:
         raise SettingsError(_refusal(held, notes))
     return ExpertStorage(groups, notes)
-
-
-def wanted(chosen: str, device: str) -> bool:
-    """Whether experts stay in four bits where they can; if not, nobody need know their formats."""
-    return chosen == FORCED or (chosen == AUTO and device != "cpu")
 
 
 def _why_dense(config: DSV4Config, formats: Set[TensorFormat], ranks: int) -> str | None:

@@ -90,7 +90,15 @@ def _linears(config: DSV4Config) -> LinearStorage:
         own = [name for name in names if (layer_of(name) or 0) % len(ENCODED) == turn]
         formats = dict.fromkeys(own, linear_storage.FORMATS[form][0])
         if own:
-            kept = linear_storage.decide(config, slots, formats, chosen=form, ranks=1)
+            kept = linear_storage.decide(
+                config,
+                slots,
+                formats,
+                chosen=form,
+                device="cuda",
+                run=torch.bfloat16,
+                ranks=1,
+            )
             layers |= kept.layers
             weights |= kept.weights
     return LinearStorage(layers, weights)

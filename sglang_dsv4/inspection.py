@@ -31,7 +31,7 @@ from sglang_dsv4.memory_plan import (
     parameter_counts,
     weight_bytes,
 )
-from sglang_dsv4.precision import AUTO, DENSE
+from sglang_dsv4.precision import AUTO
 from sglang_dsv4.settings import SettingsError
 from sglang_dsv4.survey import Survey
 from sglang_dsv4.tensor_table import Kept, Slot, expected_tensors
@@ -67,7 +67,12 @@ class Deployment:
     fraction: float = 0.9
     context: int | None = None
     routed_experts: str = AUTO
-    linears: str = DENSE
+    linears: str = AUTO
+
+    @property
+    def kind(self) -> str:
+        """Of the device, as torch calls it."""
+        return "cpu" if self.shared else "cuda"
 
 
 class Held(NamedTuple):
@@ -106,7 +111,7 @@ class Inspection:
         headers: bool = True,
     ) -> None:
         """overrides: of fields of config.json. headers: whether to look at the weights at all; if
-        not, what config.json says of the routed experts is believed.
+        not, what config.json says of their formats is believed.
 
         Raises NotADirectoryError where `folder` is none.
         """
@@ -199,8 +204,8 @@ class Inspection:
             if group is not None:
                 run, memory = held, four_bit_bytes(found.values, group, found.weights)
             linear = ALL_DENSE if layer is None else linears.get(layer, ALL_DENSE)
-            if linear_storage.stays(linear, holder, held):
-                run, memory = held, linear_storage.bytes_of(linear.form, found.values, found.rows)
+            if form := linear_storage.form_in_memory(linear, holder, held):
+                run, memory = held, linear_storage.bytes_of(form, found.values, found.rows)
             key = component, held, kept, run
             layers[key].update(() if layer is None else (layer,))
             sums[key].update(
@@ -274,7 +279,13 @@ class Inspection:
             raw = format_claims.read(self.folder / format_claims.CONFIG) | self._overrides
             formats = linear_storage.from_claims(raw, self.slots)
         return linear_storage.decide(
-            config, self.slots, formats, chosen=self.deployment.linears, ranks=ranks
+            config,
+            self.slots,
+            formats,
+            chosen=self.deployment.linears,
+            device=self.deployment.kind,
+            run=self.deployment.run,
+            ranks=ranks,
         )
 
     def _storage(self, ranks: int) -> ExpertStorage:
@@ -290,7 +301,7 @@ class Inspection:
             config,
             self._expert_formats,
             chosen=wanted.routed_experts,
-            device="cpu" if wanted.shared else "cuda",
+            device=wanted.kind,
             ranks=max(1, ranks // wanted.expert_parallel),  # 0 is refused elsewhere
         )
 

@@ -1,8 +1,8 @@
 """Which linear weights stay in memory as their checkpoint holds them: in FP8, or in NVFP4.
 
 This is the one place that decides; the model, the plan of its memory and `warm` follow. Matrices
-that are multiplied as one stay if each of them is in the format, and if its rows and columns on a
-rank begin with a block of scales (FP8), or are made of whole tiles (NVFP4).
+that are multiplied as one stay if each of them is in the same form, and if its rows and columns on
+a rank begin with a block of scales (FP8), or are made of whole tiles (NVFP4).
 """
 
 from collections import defaultdict
@@ -18,13 +18,13 @@ from sglang_dsv4.config import DSV4Config
 from sglang_dsv4.dequant import FP8_BLOCK, NVFP4_GROUP
 from sglang_dsv4.expert_storage import stored_formats
 from sglang_dsv4.formats import TensorFormat
-from sglang_dsv4.linears import KeptLinears, holder_of
+from sglang_dsv4.linears import ALL_DENSE, KeptLinears, holder_of
 from sglang_dsv4.memory_plan import four_bit_bytes
-from sglang_dsv4.precision import DENSE, EIGHT_BITS, FOUR_BITS, VARIABLE
+from sglang_dsv4.precision import AUTO, EIGHT_BITS, FOUR_BITS, VARIABLE, keeps_stored
 from sglang_dsv4.settings import SettingsError
 from sglang_dsv4.tensor_table import Slot, layer_of
 
-# Value of the component linears -> the formats that stay, the one that is usual first.
+# Form, a value of the component linears -> formats that stay in it, the one that is usual first.
 FORMATS = {
     EIGHT_BITS: (TensorFormat.FP8,),
     FOUR_BITS: (TensorFormat.NVFP4, TensorFormat.COMPRESSED_TENSORS),
@@ -34,24 +34,31 @@ FORMATS = {
 @dataclass(frozen=True)
 class LinearStorage:
     """layers: layer -> what of it stays as it is stored; layers without any are left out.
-    weights: vendor's name -> form (a value of the component linears), of all that stays."""
+    weights: vendor's name -> form, of all that stays."""
 
     layers: Mapping[int, KeptLinears] = field(default_factory=dict)
     weights: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def anywhere(self) -> KeptLinears:
-        """What stays in some layer, in the one form that they have."""
-        (form,) = {kept.form for kept in self.layers.values()} or {DENSE}
-        modules = (kept.modules for kept in self.layers.values())
-        return KeptLinears(form, frozenset().union(*modules))
+    def anywhere(self) -> tuple[KeptLinears, ...]:
+        """What stays in some layer: so many layers that each module is in one of them in each form
+        that it has in any."""
+        forms: defaultdict[str, list[str]] = defaultdict(list)
+        for kept in self.layers.values():
+            for module, form in kept.items():
+                if form not in forms[module]:
+                    forms[module].append(form)
+        turns = range(max(map(len, forms.values()), default=0))
+        layers = tuple({module: own[n % len(own)] for module, own in forms.items()} for n in turns)
+        return layers or (ALL_DENSE,)
 
 
-def stays(kept: KeptLinears, holder: str | None, held: str) -> bool:
-    """Whether a layer that keeps these holds the weights of a module in memory as they are stored.
+def form_in_memory(kept: KeptLinears, holder: str | None, held: str) -> str | None:
+    """In which form a layer that keeps these holds the weights of a module, None if densely.
     held: their format, as told to users."""
-    formats = {form.value for form in FORMATS.get(kept.form, ())}
-    return holder in kept.modules and held in formats
+    form = None if holder is None else kept.get(holder)
+    formats = {one.value for one in FORMATS.get(form or "", ())}
+    return form if held in formats else None
 
 
 def bytes_of(form: str, values: int, rows: int) -> int:
@@ -61,21 +68,33 @@ def bytes_of(form: str, values: int, rows: int) -> int:
     return four_bit_bytes(values, NVFP4_GROUP, rows // fp4.ROWS)
 
 
+def wanted(chosen: str, device: str, run: torch.dtype) -> bool:
+    """Whether any stay where they can; if not, nobody need know their formats. run: the dtype in
+    which the model runs.
+
+    "auto" keeps none in a model that runs in FP32: kernels would round its tokens to BF16.
+    """
+    return keeps_stored(chosen, device) and (chosen != AUTO or run is torch.bfloat16)
+
+
 def decide(
     config: DSV4Config,
     slots: Mapping[str, Slot],
     formats: Mapping[str, TensorFormat],
     *,
     chosen: str,
+    device: str,
+    run: torch.dtype,
     ranks: int,
 ) -> LinearStorage:
     """What one of `ranks` ranks keeps as it is stored.
 
     slots: `tensor_table.expected_tensors`. formats: of weights, by the vendor's names; what is not
-    named is dense. chosen: value of the component linears. Raises SettingsError where "fp8" or
+    named is dense. chosen: value of the component linears; "auto" keeps each matrix in the form
+    that it has. device: "cpu" or "cuda". run: see `wanted`. Raises SettingsError where "fp8" or
     "fp4" is chosen and nothing can stay so.
     """
-    if chosen == DENSE:
+    if not wanted(chosen, device, run):
         return LinearStorage()
     names: defaultdict[tuple[int, str], list[str]] = defaultdict(list)
     for name in slots:
@@ -83,27 +102,23 @@ def decide(
         if layer is not None and holder is not None:
             names[layer, holder].append(name)
 
-    def fits(name: str, alone: bool) -> bool:
-        if formats.get(name) not in FORMATS[chosen]:
+    def fits(name: str, form: str, alone: bool) -> bool:
+        if formats.get(name) not in FORMATS[form]:
             return False
         if not _has_whole_tiles(config, slots[name], ranks):
             return False
-        return chosen == FOUR_BITS or _has_whole_blocks(config, slots[name], ranks, alone=alone)
+        return form == FOUR_BITS or _has_whole_blocks(config, slots[name], ranks, alone=alone)
 
-    kept = {
-        key: stacked
-        for key, stacked in names.items()
-        if all(fits(name, len(stacked) == 1) for name in stacked)
-    }
-    if not kept:
+    layers: defaultdict[int, dict[str, str]] = defaultdict(dict)
+    weights: dict[str, str] = {}
+    for (layer, holder), stacked in names.items():
+        for form in FORMATS if chosen == AUTO else (chosen,):
+            if all(fits(name, form, len(stacked) == 1) for name in stacked):
+                layers[layer][holder] = form
+                weights |= dict.fromkeys(stacked, form)
+    if not layers and chosen != AUTO:
         raise SettingsError(_refusal(chosen, ranks))
-    modules: defaultdict[int, set[str]] = defaultdict(set)
-    for layer, holder in kept:
-        modules[layer].add(holder)
-    return LinearStorage(
-        {layer: KeptLinears(chosen, frozenset(holders)) for layer, holders in modules.items()},
-        {name: chosen for stacked in kept.values() for name in stacked},
-    )
+    return LinearStorage(dict(layers), weights)
 
 
 def _has_whole_blocks(config: DSV4Config, slot: Slot, ranks: int, *, alone: bool) -> bool:
@@ -137,7 +152,7 @@ def _refusal(chosen: str, ranks: int) -> str:
     return (
         f"{VARIABLE}: linears={chosen} keeps attention and the shared expert in {held}, and"
         f" nothing can stay so: the checkpoint holds none of them in {held}, or a rank of {ranks}"
-        f" has no whole {whole}. Leave it at {DENSE}."
+        f" has no whole {whole}. Leave it at {AUTO}."
     )
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from torch import nn
 
@@ -9,7 +10,7 @@ from sglang_dsv4.backends import Ops
 from sglang_dsv4.fp4 import FP4Matrix, FP4Rows
 from sglang_dsv4.fp8 import FP8Matrix, FP8Rows
 from sglang_dsv4.parameters import KeptMatrix, Matrix, Stack
-from sglang_dsv4.precision import DENSE, EIGHT_BITS
+from sglang_dsv4.precision import EIGHT_BITS
 
 # Vendor's name within a layer -> the module that holds it, within the model's layer.
 HOLDERS = {
@@ -25,27 +26,16 @@ HOLDERS = {
 }
 
 KeptRows = FP8Rows | FP4Rows
+# Which matrices of a layer lie in memory as their checkpoint holds them, as `linear_storage`
+# decides: the module that holds them, seen from the layer ("attn.wq_b") -> their form, "fp8" or
+# "fp4" as among the values of the component linears. All others are in the model's dtype.
+KeptLinears = Mapping[str, str]
+ALL_DENSE: KeptLinears = MappingProxyType({})
 
 
 def holder_of(name: str) -> str | None:
     """layers.3.attn.wkv.weight -> attn.inputs; None for what never stays as it is stored."""
     return HOLDERS.get(name.split(".", 2)[-1]) if name.startswith("layers.") else None
-
-
-@dataclass(frozen=True)
-class KeptLinears:
-    """Which matrices of a layer lie in memory as their checkpoint holds them, as `linear_storage`
-    decides.
-
-    form: of all of them, a value of the component linears; modules: that hold them, seen from the
-    layer ("attn.wq_b"). All others are in the model's dtype.
-    """
-
-    form: str = DENSE
-    modules: frozenset[str] = frozenset()
-
-
-ALL_DENSE = KeptLinears()
 
 
 @dataclass(frozen=True)
@@ -56,24 +46,27 @@ class Linears:
     kept: KeptLinears
 
     def keeps(self, module: str) -> bool:
-        return module in self.kept.modules
+        return module in self.kept
 
     def matrix(
         self, module: str, rows: int, columns: int, *, groups: int = 1
     ) -> Matrix | FP8Matrix | FP4Matrix:
         """What multiplies [T, groups * K] by a matrix [N, K]."""
         if self.keeps(module):
-            return self.as_stored(rows, columns, groups=groups)
+            return self.as_stored(module, rows, columns, groups=groups)
         return Matrix(rows, columns, groups=groups)
 
     def stack(
         self, module: str, columns: int, rows: Mapping[str, int]
     ) -> Stack | FP8Matrix | FP4Matrix:
         """The same for matrices that multiply the same input."""
-        return self.as_stored(rows, columns) if self.keeps(module) else Stack(columns, rows)
+        if self.keeps(module):
+            return self.as_stored(module, rows, columns)
+        return Stack(columns, rows)
 
     def as_stored(
         self,
+        module: str,
         rows: int | Mapping[str, int],
         columns: int,
         *,
@@ -81,7 +74,7 @@ class Linears:
         suffix: str = ".weight",
     ) -> FP8Matrix | FP4Matrix:
         """As the checkpoint holds it; see `FP8Matrix`."""
-        if self.kept.form == EIGHT_BITS:
+        if self.kept[module] == EIGHT_BITS:
             return FP8Matrix(rows, columns, self.ops.linear_fp8, groups=groups, suffix=suffix)
         return FP4Matrix(rows, columns, self.ops.linear_fp4, groups=groups, suffix=suffix)
 

@@ -32,8 +32,8 @@ class Component:
 
 FLOOR, FLIPPED = "bf16", "nvfp4"
 _WEIGHTS = (FLOOR, FLIPPED)
-AUTO, FOUR_BITS, DENSE = "auto", "fp4", "bf16"  # of the routed experts
-EIGHT_BITS = "fp8"  # of the linears, beside FOUR_BITS and DENSE
+AUTO, FOUR_BITS, DENSE = "auto", "fp4", "bf16"  # of the routed experts, and of the linears
+EIGHT_BITS = "fp8"  # of the linears alone
 
 COMPONENTS = {
     "indexer_qk": Component(
@@ -47,10 +47,11 @@ COMPONENTS = {
         " dequantised to BF16 at load; auto is four bits on a GPU, BF16 on a CPU",
     ),
     "linears": Component(
-        (DENSE, EIGHT_BITS, FOUR_BITS),
+        (AUTO, DENSE, EIGHT_BITS, FOUR_BITS),
         "projections of attention, index queries and the shared expert that a checkpoint holds in"
         " FP8 or NVFP4: dequantised to BF16 at load, or those in FP8 (fp8) or in NVFP4 (fp4) in"
-        " these bits in memory too, where kernels multiply them by tokens in BF16",
+        " these bits in memory too, where kernels multiply them by tokens in BF16; auto keeps both"
+        " on a GPU in a model that runs in BF16, none elsewhere",
     ),
     "lm_head": Component(
         _WEIGHTS, "weights; products are summed in FP32, logits are FP32", r"head"
@@ -121,6 +122,16 @@ def parse(text: str) -> Precision:
             value = chosen.pop(name)
             chosen = dict.fromkeys(parts, value) | chosen
     return Precision(**chosen)
+
+
+def keeps_stored(chosen: str, device: str) -> bool:
+    """Whether a value of routed_experts or linears keeps weights as they are stored, where they can
+    be; if not, nobody need know their formats. device: "cpu" or "cuda".
+
+    "auto" keeps them where kernels multiply them, and not on a CPU, where the reference would
+    dequantise them in every step.
+    """
+    return device != "cpu" if chosen == AUTO else chosen != DENSE
 
 
 def floor_component(tensor: str) -> str | None:

@@ -54,7 +54,7 @@ class Target:
 
     context: tokens that a request may have; dtype: that the model runs in. expert_groups: layer ->
     values that share a scale, of the layers whose routed experts stay in four bits. linears: what
-    else stays as it is stored in some layer; all other matrices launch no kernel of ours.
+    else stays so, `LinearStorage.anywhere`; all other matrices launch no kernel of ours.
     """
 
     config: DSV4Config
@@ -64,7 +64,7 @@ class Target:
     context: int
     dtype: torch.dtype
     expert_groups: Mapping[int, int] = field(default_factory=dict)
-    linears: KeptLinears = ALL_DENSE
+    linears: tuple[KeptLinears, ...] = (ALL_DENSE,)
 
     @property
     def storages(self) -> list[int | None]:
@@ -80,7 +80,7 @@ class Target:
             *(self.parallel.size, self.parallel.expert_parallel),
             *(self.context, str(self.dtype), sorted(self.ops.providers.items()), self.precision),
             *(repr(one_of_each(self.config)), self.storages),
-            *(self.linears.form, sorted(self.linears.modules)),
+            [sorted(kept.items()) for kept in self.linears],
         )
         return hashlib.sha256(repr(shown).encode()).hexdigest()[:16]
 
@@ -150,11 +150,11 @@ def launches(
     target: Target, decodes: Sequence[int] = DECODES, prefills: Sequence[int] = PREFILLS
 ) -> list[Launch]:
     """Every variant of every kernel that these batches launch, once."""
-    storages, device = target.storages, target.ops.machine.device
-    config = one_of_each(target.config, at_least=len(storages))
+    device = target.ops.machine.device
+    config = one_of_each(target.config, at_least=len(target.storages))
     with FakeTensorMode(allow_non_fake_inputs=True), recorded() as found, torch.no_grad():
         with default_dtype(target.dtype), torch.device(device):
-            model = _model(target, config, storages)
+            models = [_model(target, config, kept) for kept in target.linears]
         caches = allocate(
             config,
             pages=1024,
@@ -170,15 +170,16 @@ def launches(
                 batch, window=config.sliding_window, window_rows=caches[0].window_rows
             )
             ids = torch.zeros(requests * new, dtype=torch.int64, device=device)
-            model(ids, meta, caches)
+            for model in models:
+                model(ids, meta, caches)
     return list(found.values())
 
 
-def _model(target: Target, config: DSV4Config, storages: Sequence[int | None]) -> Model:
+def _model(target: Target, config: DSV4Config, kept: KeptLinears) -> Model:
     """Layers hold their experts in each of the ways in turn, and count as packed."""
-    in_turns = zip(range(config.num_hidden_layers), cycle(storages), strict=False)
+    in_turns = zip(range(config.num_hidden_layers), cycle(target.storages), strict=False)
     groups = {layer: group for layer, group in in_turns if group is not None}
-    linears = dict.fromkeys(range(config.num_hidden_layers), target.linears)
+    linears = dict.fromkeys(range(config.num_hidden_layers), kept)
     given = target.parallel  # but no other rank is waited for
     alone = Parallel(given.rank, given.size, expert_parallel=given.expert_parallel)
     model = Model(config, target.precision, target.ops, alone, groups, linears)

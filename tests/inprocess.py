@@ -127,7 +127,7 @@ class Runner(Host):
         *,
         indexer_qk: str = "fp4",
         routed_experts: str = "auto",
-        linears: str = "bf16",
+        linears: str = "auto",
         dtype: torch.dtype = torch.float32,
         pages: int = 24,
         slots: int = 9,
@@ -155,6 +155,8 @@ class Runner(Host):
             expected_tensors(self.config),
             linear_storage.from_headers(folder),
             chosen=chosen.linears,
+            device=device,
+            run=dtype,
             ranks=size,
         )
         with default_dtype(dtype):

@@ -10,7 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_dsv4 import bench_bytes, bench_ops, bench_step, bench_table, bench_timer, precision
+from sglang_dsv4 import (
+    bench_bytes,
+    bench_ops,
+    bench_step,
+    bench_table,
+    bench_timer,
+    cli_bench,
+    precision,
+)
 from sglang_dsv4.attention.metadata import IndexList
 from sglang_dsv4.backends import PROVIDERS, Machine, Ops, choose
 from sglang_dsv4.bench_ops import Called
@@ -248,7 +256,7 @@ def test_the_command_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     picture = tmp_path / "ops.png"
     assert main(["bench", "--device", "cpu", "--json", "--plot", str(picture)]) == 0
     result = json.loads(capsys.readouterr().out)
-    assert (result["device"], result["preset"]) == ("CPU", "tiny")
+    assert (result["device"], result["preset"], result["linears"]) == ("CPU", "tiny", "bf16")
     assert [one["batch"] for one in result["steps"]] == [1, 4]
     others = {"routed_experts_fp4", "linear_fp8", "linear_fp4"}
     assert {one["op"] for one in result["ops"]} >= set(PROVIDERS) - others
@@ -269,9 +277,24 @@ def test_linears_as_they_are_stored(
     monkeypatch.setenv("SGLANG_DSV4_PRECISION", f"linears={form}")
     options = ["--only", f"linear_{form}", "--batch", "4"]
     assert main(["bench", "--device", "cpu", "--json", *options]) == 0
-    rows = json.loads(capsys.readouterr().out)["ops"]
-    assert {row["op"] for row in rows} == {f"linear_{form}"}
+    result = json.loads(capsys.readouterr().out)
+    rows = result["ops"]
+    assert {row["op"] for row in rows} == {f"linear_{form}"} and result["linears"] == form
     assert weight + 4 * 2 * (64 + 4096) in [row["moved"] for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "device", "form"),
+    [("auto", "cuda", "fp8"), ("auto", "cpu", "bf16"), ("bf16", "cuda", "bf16")]
+    + [("fp4", "cuda", "fp4"), ("fp8", "cpu", "fp8")],
+)
+def test_linears_are_those_of_the_release(chosen: str, device: str, form: str) -> None:
+    """Where nobody says otherwise, on a GPU: no checkpoint says in what they are."""
+    for preset in ("flash", "tiny"):
+        config = bench_step.preset_config(preset)
+        assert cli_bench.linears_held(config, chosen, device) == form
+    kept = bench_step.stored_linears(bench_step.preset_config("flash"), chosen, device).layers
+    assert len(kept) == (0 if form == "bf16" else 3)
 
 
 @pytest.mark.parametrize(("name", "group"), [("mxfp4", 32), ("nvfp4", 16)])
@@ -294,6 +317,7 @@ def test_tables_show_steps_ops_and_failures(capsys: pytest.CaptureFixture[str]) 
     assert main(["bench", "--device", "cpu", "--only", "swiglu", "--batch", "2"]) == 0
     text = capsys.readouterr().out
     assert "swiglu" in text and "reference *" in text and "rms_norm" not in text
+    assert "tiny, experts in bf16, attention in bf16, on CPU" in text
     assert "SWA CSA HCA" in text and "reference ops, which say nothing" in text
     row = {"batch": 1, "op": "swiglu", "label": "[1]", "provider": "triton", "chosen": False,
            "count": 1, "moved": 10, "bandwidth": None, "roof": None}  # fmt: skip

@@ -16,6 +16,8 @@ import torch
 from torch import nn
 
 from sglang_dsv4.config import DSV4Config
+from sglang_dsv4.inspection import Deployment, Inspection
+from sglang_dsv4.linears import holder_of
 
 sys.path.append(str(Path(__file__).parents[1] / "scripts"))
 command = importlib.import_module("bench_vs_builtin")
@@ -79,12 +81,23 @@ def test_a_variant_is_a_config_and_an_environment(name: str, tmp_path: Path) -> 
     changed = plan.environment(variant)
     assert changed["SGLANG_PLUGINS"] == ("" if name.startswith("ours") else "__none__")
     kept = {
-        "ours-mxfp4": "routed_experts=fp4",
         "ours-nvfp4": "routed_experts=fp4",
-        "ours-mxfp4-fp8": "routed_experts=fp4,linears=fp8",
+        "ours-mxfp4-bf16": "routed_experts=fp4,linears=bf16",
         "ours-nvfp4-all": "routed_experts=fp4,linears=fp4",
     }
     assert changed["SGLANG_DSV4_PRECISION"] == kept.get(name, "")
+
+
+def test_our_defaults_keep_experts_and_matrices_as_released(tmp_path: Path) -> None:
+    """By config.json alone, since dummies have no headers."""
+    plan.write_folder(tmp_path, plan.raw_config("flash"), plan.VARIANTS["ours-mxfp4"])
+    found = Inspection(tmp_path, Deployment(), headers=False)
+    dense = Inspection(tmp_path, Deployment(linears="bf16"), headers=False)
+    assert found.plan is not None and dense.plan is not None
+    held = [name for name in found.slots if holder_of(name)]
+    values = sum(math.prod(found.slots[name].shape) for name in held)
+    blocks = values // 128**2
+    assert dense.plan.weights - found.plan.weights == values - 4 * blocks
 
 
 def test_points_and_their_pool() -> None:

@@ -91,12 +91,12 @@ def test_the_model_is_built_for_what_is_there(load_format, group, tmp_path, monk
 
     def groups(value: str, device: str) -> dict[int, int]:
         made = served(
-            chosen=precision.parse(f"routed_experts={value}"),
+            chosen=precision.parse(f"routed_experts={value},linears=bf16"),
             ops=SimpleNamespace(machine=Machine(device, device, None)),
             parallel=Parallel(),
         )
         made.config = config
-        return made._expert_storage({"expert_dtype": "fp4"}).groups
+        return made._storage({"expert_dtype": "fp4"})[0].groups
 
     assert groups("auto", "cuda") == groups("fp4", "cpu") == dict.fromkeys(range(7), group)
     assert groups("auto", "cpu") == groups("bf16", "cuda") == {}

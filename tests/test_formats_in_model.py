@@ -8,7 +8,7 @@ import torch
 from checkpoint_files import FakeModel, assert_same, dense_twin, read, shapes_of
 from inprocess import Runner
 from mixed_formats import FORMATS, write_mixed
-from sglang_dsv4 import weights
+from sglang_dsv4 import linear_storage, weights
 from sglang_dsv4.parameters import named_weights
 from tolerance import assert_close
 
@@ -74,9 +74,27 @@ def test_kept_linears_give_the_logits_of_dense_ones(
     for layer, one in layers.items():
         mixed = value == "fp4" and FORMATS[layer] == "compressed-tensors-w4a4"
         wanted = {"ffn.shared_experts.w13"} if mixed else {"attn.wq_b", "attn.wo_b"}
-        assert wanted <= one.modules and one.form == value
+        assert wanted <= one.keys() and set(one.values()) == {value}
     assert line in kept.report.components
     assert_same_logits(kept, runner)
+
+
+def test_auto_keeps_both_forms(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As decided for a GPU, in BF16: compressed-tensors-w4a4 has both in one layer."""
+    decide = linear_storage.decide
+    on_gpu = {"device": "cuda"}
+    monkeypatch.setattr(linear_storage, "decide", lambda *a, **said: decide(*a, **said | on_gpu))
+    kept = Runner(folder, dtype=torch.bfloat16)
+    layers = kept.linears.layers
+    assert {FORMATS[layer] for layer in layers} == KEPT["fp8"][0] | KEPT["fp4"][0]
+    both = layers[FORMATS.index("compressed-tensors-w4a4")]
+    assert (both["attn.wq_b"], both["ffn.shared_experts.w13"]) == ("fp8", "fp4")
+    assert {line for _, line in KEPT.values()} <= set(kept.report.components)
+    dense = Runner(folder, linears="bf16", dtype=torch.bfloat16)
+    tokens = list(range(20, 60))
+    found, expected = (each.run(each.open(), tokens) for each in (kept, dense))
+    distance = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert 0 < distance.median() < 2**-6 and expected.std() > 0.5
 
 
 def assert_same_logits(one: Runner, other: Runner) -> None:

@@ -2,7 +2,7 @@
 same."""
 
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +16,7 @@ from inprocess import Runner
 from sglang_dsv4 import (
     cli_make_tiny,
     cli_warm,
+    expert_storage,
     format_claims,
     host,
     linear_storage,
@@ -39,7 +40,7 @@ from sglang_dsv4.parameters import KeptMatrix, default_dtype
 from sglang_dsv4.precision import Precision
 from sglang_dsv4.served.deepseek_v4 import DeepseekV4ForCausalLM
 from sglang_dsv4.settings import SettingsError
-from sglang_dsv4.tensor_table import expected_tensors
+from sglang_dsv4.tensor_table import Slot, expected_tensors
 from sglang_dsv4.tiny_formats import RECIPES
 from sglang_dsv4.weights import CheckpointError
 
@@ -64,15 +65,26 @@ def decide(
 ) -> LinearStorage:
     """In the format that stays, but for what is named: attn_wq_a=..."""
     slots = expected_tensors(config)
-    usual = linear_storage.FORMATS[chosen][0]
+    usual = linear_storage.FORMATS.get(chosen, (TensorFormat.FP8,))[0]
     formats = dict.fromkeys(filter(linears.holder_of, slots), usual)
     for name, form in other.items():
         formats[f"layers.0.{name.replace('_', '.', 1)}.weight"] = form
-    return linear_storage.decide(config, slots, formats, chosen=chosen, ranks=ranks)
+    return decided(slots, formats, chosen, config=config, ranks=ranks)
+
+
+def decided(
+    slots: Mapping[str, Slot],
+    formats: Mapping[str, TensorFormat],
+    chosen: str,
+    **changes: Any,
+) -> LinearStorage:
+    """On a GPU, in BF16, by one rank, unless said otherwise."""
+    usual = {"config": CONFIG, "device": "cuda", "run": torch.bfloat16, "ranks": 1} | changes
+    return linear_storage.decide(slots=slots, formats=formats, chosen=chosen, **usual)
 
 
 def modules(kept: LinearStorage) -> dict[int, frozenset[str]]:
-    return {layer: one.modules for layer, one in kept.layers.items()}
+    return {layer: frozenset(one) for layer, one in kept.layers.items()}
 
 
 # ---- which stay ----
@@ -104,14 +116,62 @@ def test_shares_begin_with_a_block() -> None:
     assert modules(decide(narrow, 2))[1] == {"attn.inputs", "attn.wq_b"}
 
 
-def test_nothing_stays_unless_asked_for() -> None:
+NOTHING = LinearStorage()
+
+
+def test_nothing_stays_where_it_is_to_be_dense() -> None:
     slots = expected_tensors(CONFIG)
-    formats = dict.fromkeys(slots, TensorFormat.FP8)
-    stays = linear_storage.decide(CONFIG, slots, formats, chosen="bf16", ranks=1)
-    assert not stays.layers and not stays.weights and stays.anywhere == ALL_DENSE
+    assert decided(slots, dict.fromkeys(slots, TensorFormat.FP8), "bf16") == NOTHING
+    assert NOTHING.anywhere == (ALL_DENSE,)
     for value, held in (("fp8", "FP8"), ("fp4", "NVFP4")):
         with pytest.raises(SettingsError, match=f"linears={value} .*none of them in {held}, or"):
-            linear_storage.decide(CONFIG, slots, {}, chosen=value, ranks=1)
+            decided(slots, {}, value)
+
+
+@pytest.mark.parametrize("form", linear_storage.FORMATS)
+def test_auto_keeps_what_there_is_on_a_gpu(form: str) -> None:
+    """As the explicit switch; on a CPU, or in FP32, nothing, where the switch still keeps it."""
+    slots = expected_tensors(CONFIG)
+    for held in linear_storage.FORMATS[form]:
+        formats = dict.fromkeys(filter(linears.holder_of, slots), held)
+        kept = decided(slots, formats, "auto")
+        assert kept == decided(slots, formats, form)
+        assert modules(kept) == {0: ALL, 1: ALL - INDEXER}
+        assert kept.anywhere == (dict.fromkeys(ALL, form),)
+        for change in ({"device": "cpu"}, {"run": torch.float32}):
+            assert decided(slots, formats, "auto", **change) == NOTHING
+            assert decided(slots, formats, form, **change) == kept
+
+
+def test_auto_keeps_each_matrix_in_its_own_form() -> None:
+    """And dense what is dense, MXFP4, or one above the other in both."""
+    four, dense = TensorFormat.NVFP4, TensorFormat.DENSE
+    other = {"attn_wq_b": four, "ffn_shared_experts.w2": four, "attn_wo_b": dense}
+    kept = decide(chosen="auto", attn_wkv=four, attn_wo_a=TensorFormat.MXFP4, **other)
+    assert kept.layers[0] == {
+        **dict.fromkeys(("attn.wq_b", "ffn.shared_experts.w2"), "fp4"),
+        **dict.fromkeys(("attn.indexer.wq_b", "ffn.shared_experts.w13"), "fp8"),
+    }
+    assert kept.layers[1] == dict.fromkeys(ALL - INDEXER, "fp8")
+    assert kept.weights["layers.0.attn.wq_b.weight"] == "fp4"
+    assert kept.weights["layers.1.attn.wq_b.weight"] == "fp8"
+    assert "layers.0.attn.wq_a.weight" not in kept.weights
+    one, two = kept.anywhere
+    assert one.keys() == two.keys() == ALL
+    for module in ALL:
+        both = module in ("attn.wq_b", "ffn.shared_experts.w2")
+        assert {one[module], two[module]} == ({"fp4", "fp8"} if both else {"fp8"})
+
+
+def test_auto_is_dense_where_nothing_can_stay() -> None:
+    slots = expected_tensors(CONFIG)
+    for formats in ({}, dict.fromkeys(slots, TensorFormat.DENSE)):
+        assert decided(slots, formats, "auto") == NOTHING
+    odd = {"q_lora_rank": 40, "o_lora_rank": 40, "moe_intermediate_size": 40}
+    narrow = DSV4Config.from_dict(WIDE | odd)
+    assert decide(narrow, chosen="auto") == NOTHING
+    with pytest.raises(SettingsError, match="linears=fp8"):
+        decide(narrow, chosen="fp8")
 
 
 def test_in_four_bits_whole_tiles_stay() -> None:
@@ -122,7 +182,7 @@ def test_in_four_bits_whole_tiles_stay() -> None:
     both = decide(
         chosen="fp4", attn_wkv=TensorFormat.COMPRESSED_TENSORS, attn_wq_b=TensorFormat.FP8
     )
-    assert modules(both)[0] == ALL - {"attn.wq_b"} and both.anywhere == KeptLinears("fp4", ALL)
+    assert modules(both)[0] == ALL - {"attn.wq_b"} and both.anywhere == (dict.fromkeys(ALL, "fp4"),)
     assert both.weights["layers.0.attn.wkv.weight"] == "fp4"
     # 40 rows of each group, and of two ranks 24 inner channels of the shared expert.
     narrow = DSV4Config.from_dict(WIDE | {"o_lora_rank": 40, "moe_intermediate_size": 48})
@@ -182,6 +242,23 @@ def test_logits_are_those_of_dequantised_weights(held: Held) -> None:
     found, expected = logits(kept), logits(dense)
     assert expected.std() > 0.5
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_auto_on_a_gpu_is_the_explicit_switch(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As decided for a GPU, and computed here; bit for bit. On a CPU it is BF16."""
+    small = {"pages": 4, "slots": 3, "dtype": torch.bfloat16}
+    asked, dense = (Runner(held.folder, linears=value, **small) for value in (held.form, "bf16"))
+    here = Runner(held.folder, **small)
+    assert not here.linears.layers and torch.equal(logits(here), logits(dense))
+    decide = linear_storage.decide
+    monkeypatch.setattr(
+        linear_storage, "decide", lambda *a, **known: decide(*a, **known | {"device": "cuda"})
+    )
+    found = Runner(held.folder, **small)
+    assert found.linears == asked.linears and found.linears.layers
+    assert found.report.components == asked.report.components
+    assert torch.equal(logits(found), logits(asked))
+    assert not Runner(held.folder, **small | {"dtype": torch.float32}).linears.layers
 
 
 def shares(rows: KeptRows, cut: int) -> list[list[torch.Tensor]]:
@@ -290,8 +367,9 @@ def test_the_plan_counts_what_lies_in_memory(size: int, chosen: str) -> None:
 
 
 def test_inspect_and_warm_follow(held: Held) -> None:
-    found = Inspection(held.folder, Deployment(linears=held.form))
-    names = ["attention", "indexer", "shared expert"]
+    found = Inspection(held.folder, Deployment())
+    asked = Inspection(held.folder, Deployment(linears=held.form))
+    assert found.holdings == asked.holdings and found.plan == asked.plan
     names = ["attention", "indexer", "shared expert"]
     kept = [row for row in found.holdings if row.run == held.name and row.component in names]
     assert [row.component for row in kept] == names and [row.layers for row in kept] == [2, 1, 2]
@@ -307,18 +385,36 @@ def test_inspect_and_warm_follow(held: Held) -> None:
     floor = [row for row in found.holdings if row.held == held.name and row not in kept]
     assert ("indexer" in [row.component for row in floor]) == (held.name == "NVFP4")
     assert all(row.run == "BF16" for row in floor if row.component != "routed experts")
-    assert found.plan.weights < Inspection(held.folder, Deployment()).plan.weights
-    arguments = Namespace(checkpoint=held.folder, config=None, tp_size=1)
-    assert cli_warm.kept_linears(CONFIG, held.form, arguments) == KeptLinears(held.form, ALL)
-    assert cli_warm.kept_linears(CONFIG, "bf16", arguments) == ALL_DENSE
+    assert f"{held.name} kept: 14 weights (attention)" not in found.conversions
+    assert [line for line in found.kept if line.endswith("(shared expert)")] == [
+        f"{held.name} kept: 6 weights (shared expert)"
+    ]
+    dense = Inspection(held.folder, Deployment(linears="bf16"))
+    assert found.plan.weights < dense.plan.weights and not dense.refusals
+    for other in (Deployment(shared=True), Deployment(run=torch.float32)):
+        elsewhere = Inspection(held.folder, other)
+        assert all(row.run != held.name for row in elsewhere.holdings if row.component in names)
+    assert warmed(held, "auto") == warmed(held, held.form) == (dict.fromkeys(ALL, held.form),)
+    assert warmed(held, "bf16") == warmed(held, "auto", "float32") == (ALL_DENSE,)
+
+
+def warmed(held: Held, value: str, dtype: str = "bfloat16") -> tuple[KeptLinears, ...]:
+    """What `warm` takes it for on a GPU."""
+    arguments = Namespace(checkpoint=held.folder, config=None, tp_size=1, dtype=dtype)
+    return cli_warm.kept_linears(CONFIG, value, "cuda", arguments).anywhere
 
 
 def test_released_models_are_warmed_up_in_fp8() -> None:
-    flash = Namespace(checkpoint=None, config="flash", tp_size=8)
+    flash = Namespace(checkpoint=None, config="flash", tp_size=8, dtype="bfloat16")
     config = cli_warm.chosen_config(None, "flash")
-    assert cli_warm.kept_linears(config, "fp8", flash) == KeptLinears("fp8", ALL)
+    for value in ("auto", "fp8"):
+        kept = cli_warm.kept_linears(config, value, "cuda", flash)
+        assert kept.anywhere == (dict.fromkeys(ALL, "fp8"),)
     with pytest.raises(SettingsError, match="linears=fp4"):
-        cli_warm.kept_linears(config, "fp4", flash)
+        cli_warm.kept_linears(config, "fp4", "cuda", flash)
+    tiny = Namespace(checkpoint=None, config="tiny", tp_size=1, dtype="bfloat16")
+    config = cli_warm.chosen_config(None, "tiny")
+    assert cli_warm.kept_linears(config, "auto", "cuda", tiny) == NOTHING
 
 
 @pytest.mark.parametrize("headers", [True, False])
@@ -330,11 +426,34 @@ def test_the_served_model_is_built_for_what_is_there(
     monkeypatch.setattr(host, "checkpoint_folder", lambda: held.folder)
     (recipe,) = (recipe for recipe, two in RECIPE_OF.items() if two == (held.form, held.name))
     raw = {} if headers else dict(RECIPES[recipe].config)
-    for value, expected in ((held.form, {0: ALL, 1: ALL - INDEXER}), ("bf16", {})):
+    read_from: list[Path] = []
+    stored = expert_storage.stored_formats
+
+    def watched(folder: Path, wanted: Callable[[str], bool]) -> dict[str, TensorFormat]:
+        read_from.append(folder)
+        return stored(folder, wanted)
+
+    monkeypatch.setattr(expert_storage, "stored_formats", watched)
+
+    def kept(value: str, device: str, run: torch.dtype = torch.bfloat16) -> LinearStorage:
         made: Any = SimpleNamespace(
-            config=CONFIG, chosen=precision.parse(f"linears={value}"), parallel=Parallel()
+            config=CONFIG,
+            chosen=precision.parse(f"linears={value}"),
+            ops=SimpleNamespace(machine=Machine(device, device, None)),
+            parallel=Parallel(),
         )
-        assert modules(DeepseekV4ForCausalLM._linear_storage(made, raw)) == expected
+        with default_dtype(run):
+            return DeepseekV4ForCausalLM._storage(made, raw)[1]
+
+    all_of_them = {0: ALL, 1: ALL - INDEXER}
+    assert modules(kept(held.form, "cpu")) == modules(kept("auto", "cuda")) == all_of_them
+    assert read_from == [held.folder] * 2 * headers  # once for experts and all else
+    for value, device, run in (
+        ("bf16", "cuda", torch.bfloat16),
+        ("auto", "cpu", torch.bfloat16),
+        ("auto", "cuda", torch.float32),
+    ):
+        assert kept(value, device, run) == NOTHING
 
 
 def test_inspect_refuses_what_cannot_stay(tmp_path: Path) -> None:
@@ -342,7 +461,8 @@ def test_inspect_refuses_what_cannot_stay(tmp_path: Path) -> None:
     found = Inspection(tmp_path, Deployment(linears="fp8"), headers=False)
     (reason,) = found.refused["linears"]
     assert "linears=fp8" in reason and reason in found.refusals
-    assert not Inspection(tmp_path, Deployment(), headers=False).refusals
+    automatic = Inspection(tmp_path, Deployment(), headers=False)
+    assert not automatic.refusals and not automatic.conversions
 
 
 CLAIMS: dict[str, TensorFormat | None] = {
@@ -378,7 +498,7 @@ def load(held: Held, name: str, change: Callable[[torch.Tensor], torch.Tensor]) 
 
 
 def load_all(held: Held, tensors: dict[str, torch.Tensor]) -> None:
-    kept = {layer: KeptLinears(held.form, one) for layer, one in modules(decide()).items()}
+    kept = {layer: dict.fromkeys(one, held.form) for layer, one in modules(decide()).items()}
     with default_dtype(torch.bfloat16):
         model = SmallLM(CONFIG, choose(Machine.probe("cpu")), Precision(), Parallel(), {}, kept)
     weights.load(model, tensors.items(), CONFIG, rank=0, size=1)

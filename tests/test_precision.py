@@ -12,7 +12,7 @@ from checkpoint_files import FakeModel, Tensors, assert_same, shapes_of, share
 from sglang_dsv4 import formats, tiny_formats, tiny_weights, weights
 from sglang_dsv4.cli_make_tiny import shipped_config
 from sglang_dsv4.config import DSV4Config
-from sglang_dsv4.precision import COMPONENTS, Precision, floor_component, parse
+from sglang_dsv4.precision import COMPONENTS, Precision, floor_component, keeps_stored, parse
 from sglang_dsv4.settings import SettingsError
 from sglang_dsv4.weights import CheckpointError, LoadReport
 
@@ -38,8 +38,8 @@ TENSORS = {
 def test_default_is_the_floor() -> None:
     precision = parse("")
     assert precision == Precision()
-    assert precision.indexer_qk == "fp4" and precision.routed_experts == "auto"
-    assert precision.linears == "bf16"
+    assert precision.indexer_qk == "fp4"
+    assert precision.routed_experts == precision.linears == "auto"
     assert {getattr(precision, name) for name in FLOOR} == {"bf16"}
 
 
@@ -51,6 +51,13 @@ def test_every_component_has_a_row() -> None:
 
 def test_indexer_without_the_grid() -> None:
     assert parse("indexer_qk=full") == dataclasses.replace(Precision(), indexer_qk="full")
+
+
+@pytest.mark.parametrize("name", ["routed_experts", "linears"])
+def test_auto_is_by_the_device(name: str) -> None:
+    for value in COMPONENTS[name].values:
+        on_gpu, on_cpu = value != "bf16", value not in ("auto", "bf16")
+        assert (keeps_stored(value, "cuda"), keeps_stored(value, "cpu")) == (on_gpu, on_cpu)
 
 
 @pytest.mark.parametrize("name", FLOOR)
@@ -94,7 +101,7 @@ def test_description_has_a_line_for_each_component() -> None:
     values = {line.split()[0]: line.split()[1:3] for line in lines}
     assert values.pop("indexer_qk") == ["full", "changed"]
     assert values.pop("router_gate") == ["nvfp4", "changed"]
-    assert values.pop("routed_experts") == ["auto", "default"]
+    assert values.pop("routed_experts") == values.pop("linears") == ["auto", "default"]
     assert all(value == ["bf16", "default"] for value in values.values())
 
 

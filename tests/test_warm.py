@@ -154,10 +154,22 @@ def test_no_rank_waits_for_another(flash: DSV4Config) -> None:
 def test_matrices_as_they_are_stored_are_found(
     form: str, product: str, unpacked: str, flash: DSV4Config
 ) -> None:
-    kept = target(flash, linears=KeptLinears(form, frozenset(linears.HOLDERS.values())))
+    kept = target(flash, linears=(dict.fromkeys(linears.HOLDERS.values(), form),))
     few = names(warmup.launches(kept, decodes=(1,), prefills=()))
     assert {product, "_add_slices_kernel"} <= few and unpacked not in few
     assert unpacked in names(warmup.launches(kept, decodes=(), prefills=(257,)))
+
+
+def test_matrices_in_both_forms_are_found(flash: DSV4Config) -> None:
+    """What a layer in FP8 launches, and what one in NVFP4 does."""
+    layers = [dict.fromkeys(linears.HOLDERS.values(), form) for form in ("fp8", "fp4")]
+
+    def found(*kept: KeptLinears) -> set[tuple[Any, ...]]:
+        made = target(flash, linears=kept)
+        return {one.key() for one in warmup.launches(made, decodes=(1,), prefills=(257,))}
+
+    one, other = map(found, layers)
+    assert one - other and other - one and found(*layers) == one | other
 
 
 def test_the_hash_of_kernels_has_what_they_share() -> None:
@@ -345,8 +357,9 @@ def test_the_key_follows_what_decides_about_variants(flash: DSV4Config) -> None:
         replace(one, parallel=Parallel(size=2)),
         replace(one, dtype=torch.float32),
         replace(one, context=1000),
-        replace(one, linears=KeptLinears("fp8", frozenset({"attn.wq_b"}))),
-        replace(one, linears=KeptLinears("fp4", frozenset({"attn.wq_b"}))),
+        replace(one, linears=({"attn.wq_b": "fp8"},)),
+        replace(one, linears=({"attn.wq_b": "fp4"},)),
+        replace(one, linears=({"attn.wq_b": "fp8"}, {"attn.wq_b": "fp4"})),
         replace(one, config=replace(flash, n_routed_experts=128)),
         replace(one, ops=ops_by("reference")),
         replace(one, expert_groups={1: 32}),
@@ -468,7 +481,7 @@ def compiled_by_a_server(
         chosen=precision.parse(""),
         parallel=Parallel(**changes),
         head=SimpleNamespace(weight=torch.empty(0, dtype=torch.bfloat16)),
-        kept=({0: 32, 2: 16}, ALL_DENSE),
+        kept=({0: 32, 2: 16}, (ALL_DENSE,)),
         compiled=False,
     )
     for _ in range(2):  # weights may be loaded again

@@ -1,7 +1,7 @@
 """The class that SGLang's model registry finds under the architecture name of checkpoints."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,10 +20,11 @@ from sglang_dsv4 import (
 from sglang_dsv4.backends import Machine, choose, pack_weights
 from sglang_dsv4.config import DSV4Config
 from sglang_dsv4.expert_storage import ExpertStorage
+from sglang_dsv4.formats import TensorFormat
 from sglang_dsv4.linear_storage import LinearStorage
 from sglang_dsv4.model import Model
 from sglang_dsv4.parameters import Weight
-from sglang_dsv4.precision import DENSE
+from sglang_dsv4.precision import keeps_stored
 from sglang_dsv4.settings import Settings
 from sglang_dsv4.tensor_table import expected_tensors
 
@@ -48,10 +49,9 @@ class DeepseekV4ForCausalLM(nn.Module):
         self.ops = choose(Machine.probe(host.device()), settings.ops, expert_parallel=groups)
         logger.info("sglang-dsv4 precision:\n%s", chosen.describe())
         logger.info("sglang-dsv4 ops:\n%s", "\n".join(self.ops.describe()))
-        storage = self._expert_storage(host.raw_config(config))
+        storage, linears = self._storage(host.raw_config(config))
         for note in storage.notes if self.parallel.rank == 0 else ():
             logger.warning("sglang-dsv4: %s", note)
-        linears = self._linear_storage(host.raw_config(config))
         self.kept = (storage.groups, linears.anywhere)
         self.filled = self.compiled = False  # with weights; its kernels
         self.model = Model(
@@ -60,36 +60,28 @@ class DeepseekV4ForCausalLM(nn.Module):
         self.head = Weight(self.config.vocab_size // self.parallel.size, self.config.hidden_size)
         self.logits_processor = host.logits_processor(config)
 
-    def _expert_storage(self, raw: dict[str, Any]) -> ExpertStorage:
-        """Which experts stay in four bits: by the headers of the checkpoint, or where there are
-        none, by its config.json."""
-        value, device = self.chosen.routed_experts, self.ops.machine.device
-        held: expert_storage.HeldByLayer = {}
-        if expert_storage.wanted(value, device):
-            if host.has_headers():
-                held = expert_storage.from_headers(host.checkpoint_folder())
-            else:
-                held = expert_storage.from_claims(raw, self.config)
-        return expert_storage.decide(
-            self.config,
-            held,
-            chosen=value,
-            device=device,
-            ranks=self.parallel.expert_width.parts,
-        )
-
-    def _linear_storage(self, raw: dict[str, Any]) -> LinearStorage:
-        """Which other matrices stay as they are stored, by the same."""
-        if self.chosen.linears == DENSE:
-            return LinearStorage()
+    def _storage(self, raw: dict[str, Any]) -> tuple[ExpertStorage, LinearStorage]:
+        """Which experts and which other matrices stay as they are stored: by the headers of the
+        checkpoint, read once for both, or where there are none, by its config.json."""
+        device, run = self.ops.machine.device, torch.get_default_dtype()
+        experts, others = self.chosen.routed_experts, self.chosen.linears
         slots = expected_tensors(self.config)
-        if host.has_headers():
-            formats = linear_storage.from_headers(host.checkpoint_folder())
-        else:
-            formats = linear_storage.from_claims(raw, slots)
-        ranks = self.parallel.size
-        return linear_storage.decide(
-            self.config, slots, formats, chosen=self.chosen.linears, ranks=ranks
+        held: expert_storage.HeldByLayer = {}
+        formats: Mapping[str, TensorFormat] = {}
+        if keeps_stored(experts, device) or linear_storage.wanted(others, device, run):
+            if host.has_headers():
+                folder = host.checkpoint_folder()
+                formats = expert_storage.stored_formats(folder, lambda name: True)
+                held = expert_storage.from_formats(formats)
+            else:
+                formats = linear_storage.from_claims(raw, slots)
+                held = expert_storage.from_claims(raw, self.config)
+        width, size = self.parallel.expert_width.parts, self.parallel.size
+        return (
+            expert_storage.decide(self.config, held, chosen=experts, device=device, ranks=width),
+            linear_storage.decide(
+                self.config, slots, formats, chosen=others, device=device, run=run, ranks=size
+            ),
         )
 
     @torch.no_grad()
