@@ -34,7 +34,9 @@ on a GPU host without a network, where SGLang and its requirements lie in /tmp/s
   export PYTHONPATH=/tmp/site:$PWD CUDA_HOME=/usr/local/cuda HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
   python scripts/gpu_acceptance.py --install /tmp/site
   python scripts/gpu_acceptance.py --out $OUT --parts kernels
-  python scripts/gpu_acceptance.py --out $OUT --parts graph,profile,timings
+  python scripts/gpu_acceptance.py --out $OUT --parts graph,profile
+  python scripts/gpu_acceptance.py --out $OUT --parts prefill,roof
+  python scripts/gpu_acceptance.py --out $OUT --parts timings
   python scripts/gpu_acceptance.py --out $OUT --parts agreement
   python scripts/gpu_acceptance.py --out $OUT --parts nano
   python scripts/gpu_acceptance.py --out $OUT --parts dummy
@@ -104,6 +106,10 @@ PARTS = {
     "profile": Part(
         "launches and time of a decode step by layer kind", 200, "gpu_profile:profile_part"
     ),
+    "prefill": Part(
+        "launches and time of a prompt's prefill by layer kind", 200, "gpu_profile:prefill_part"
+    ),
+    "roof": Part("each op of a step beside the bytes it must move", 240, "gpu_checks:roof"),
     "timings": Part("each kernel alone, with a cold L2", 480, "gpu_checks:timings"),
     "agreement": Part(
         "layers, formats and answers against transformers and the CPU",

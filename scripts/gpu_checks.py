@@ -33,9 +33,10 @@ BATCHES = ("1", "3", "8", "64")
 
 
 def kernels(run: Run) -> dict[str, Any]:
-    """Every op's tests by every provider but FlashInfer, and the kernels' own."""
+    """Every op's tests by every provider that compiles in seconds, and the kernels' own."""
     tests = KERNEL_TESTS if run.on_gpu else ("tests/test_rms_norm.py",)
-    return tested(run, "kernels", *tests, "-k", "not flashinfer", workers=WORKERS)
+    named = "not flashinfer and not marlin and not humming"  # built in minutes
+    return tested(run, "kernels", *tests, "-k", named, workers=WORKERS)
 
 
 def flashinfer(run: Run) -> dict[str, Any]:
@@ -110,6 +111,31 @@ def timings(
               for one in rows]  # fmt: skip
     failed = [one["case"] for one in rows if "error" in one]
     return {"ok": code == 0 and bool(rows) and not failed, "table": table, "failed": failed}
+
+
+def roof(run: Run) -> dict[str, Any]:
+    """`sglang-dsv4 bench`: each op of a decode step beside the bytes that it must move."""
+    report = run.out / "roof_raw.json"
+    command = [sys.executable, "-m", "sglang_dsv4.cli", "bench", "--json", "--device", run.device]
+    if run.on_gpu:
+        command += ["--preset", "flash", "--format", "mxfp4", "--context", "1024"]
+        command += ["--batch", "1", "16", "64"]
+        command += ["--without", "flashinfer", "marlin", "humming", "reference"]
+    code = run.command("bench", command, report)
+    found = json.loads(report.read_text()) if code in (0, 1) else {"steps": [], "ops": []}
+    table: list[list[Any]] = [["batch", "op", "provider", "calls", "us", "MB", "roof"]]
+    table += [
+        [one["batch"], "whole step", "", 1, round(1000 * one["milliseconds"], 1),
+         round(one["moved"] / 1e6, 1), f"{one['roof']:.0%}"]
+        for one in found["steps"]
+    ]  # fmt: skip
+    table += [
+        [one["batch"], f"{one['op']} {one['label']}", one["provider"], one["count"],
+         one["error"] or round(one["microseconds"], 1), round(one["moved"] / 1e6, 1),
+         "" if one["error"] else f"{one['roof']:.0%}"]
+        for one in found["ops"]
+    ]  # fmt: skip
+    return {"ok": code == 0 and len(table) > 1, "table": table}
 
 
 def sanitizer(run: Run) -> dict[str, Any]:

@@ -1,11 +1,12 @@
-"""The part of gpu_acceptance.py that counts: launches and device time of a decode step, by layer.
+"""Parts of gpu_acceptance.py that count launches and device time by layer: of a decode step, and of
+the prefill of a prompt.
 
 A model of one kind of layer at Flash's widths, less the same model with one layer fewer, is that
 layer: so its launches need no markers. Metadata, embedding, collapse and head are the rest.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +25,7 @@ from sglang_dsv4.graph_safety_step import DecodeStep
 from sglang_dsv4.precision import parse
 from sglang_dsv4.settings import Settings
 
-STEPS = 20
-LENGTH = 900  # tokens of each request
+LENGTH = 900  # tokens of each request that decodes
 KINDS = {"SWA": 0, "CSA": 4, "HCA": 128}
 
 
@@ -49,26 +49,50 @@ def _less(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, flo
     return {name: value for name, value in found.items() if abs(value) > 1e-6}
 
 
+@dataclass(frozen=True)
+class Size:
+    """Requests with `context` tokens each and `new` more, and how often they run."""
+
+    name: str
+    requests: int
+    context: int
+    new: int
+    runs: int
+
+
 def profile_part(run: Run) -> dict[str, Any]:
-    """Rows: layer kind, batch, launches, microseconds; then the kernels of each kind."""
-    table: list[list[Any]] = [["layer", "batch", "launches", "us a layer"]]
+    """Of a decode step, as a graph: see `by_layer`."""
+    batches = (1, 16, 64) if run.on_gpu else (2,)
+    return by_layer(run, [Size(f"batch {n}", n, LENGTH, 1, 20) for n in batches])
+
+
+def prefill_part(run: Run) -> dict[str, Any]:
+    """Of one new prompt, run eagerly as servers do: see `by_layer`."""
+    lengths = (1024, 8192) if run.on_gpu else (64,)
+    return by_layer(run, [Size(f"{n} tokens", 1, 0, n, 3) for n in lengths])
+
+
+def by_layer(run: Run, sizes: Sequence[Size]) -> dict[str, Any]:
+    """Rows: layer kind, size, launches, microseconds; then the kernels of each kind, those that
+    take longest first."""
+    table: list[list[Any]] = [["layer", "size", "launches", "us a layer"]]
     kernels: dict[str, Any] = {}
-    for batch in (1, 16, 64) if run.on_gpu else (2,):
-        base = counted(run, [0], 0, batch)
+    for size in sizes:
+        base = counted(run, [0], 0, size)
         found = {
-            "SWA, hash-routed": counted(run, [0, 0], 2, batch) - counted(run, [0], 1, batch),
+            "SWA, hash-routed": counted(run, [0, 0], 2, size) - counted(run, [0], 1, size),
             **{
-                f"{kind}, scored": counted(run, [0, ratio], 0, batch) - base
+                f"{kind}, scored": counted(run, [0, ratio], 0, size) - base
                 for kind, ratio in KINDS.items()
             },
         }
         found["all but the layers"] = base - found["SWA, scored"]
         for name, one in found.items():
-            row = [name, batch, sum(one.launches.values()), sum(one.time.values())]
+            row = [name, size.name, sum(one.launches.values()), sum(one.time.values())]
             table.append([round(cell, 1) if isinstance(cell, float) else cell for cell in row])
-            kernels[f"{name}, batch {batch}"] = {
-                kernel: [round(count, 2), round(one.time.get(kernel, 0), 2)]
-                for kernel, count in one.launches.items()
+            kernels[f"{name}, {size.name}"] = {
+                kernel: [round(one.launches.get(kernel, 0), 2), round(time, 2)]
+                for kernel, time in sorted(one.time.items(), key=lambda item: -item[1])
             }
     listed: list[list[Any]] = []
     for name, one in kernels.items():
@@ -78,17 +102,17 @@ def profile_part(run: Run) -> dict[str, Any]:
     return {"ok": ok, "table": table + listed, "kernels": kernels}
 
 
-def counted(run: Run, ratios: list[int], hashed: int, batch: int) -> Counted:
-    """Of one decode step of a model with these layers, averaged over STEPS replays or runs."""
-    step = made_step(run, ratios, hashed, batch)
+def counted(run: Run, ratios: list[int], hashed: int, size: Size) -> Counted:
+    """Of one step of a model with these layers, the average of all its runs but the first."""
+    step = made_step(run, ratios, hashed, size)
     replay: Callable[[], Any] = step.run
-    if run.on_gpu:
+    if run.on_gpu and size.new == 1:
         from sglang_dsv4.graph_safety_step import capture
 
         replay = capture(step)[0].replay
     replay()
     activity = ProfilerActivity.CUDA if run.on_gpu else ProfilerActivity.CPU
-    steps = STEPS if run.on_gpu else 1
+    steps = size.runs if run.on_gpu else 1
     with profile(activities=[activity]) as profiled, record_function("steps"):
         for _ in range(steps):
             replay()
@@ -106,7 +130,7 @@ def counted(run: Run, ratios: list[int], hashed: int, batch: int) -> Counted:
     return Counted(launches, time)
 
 
-def made_step(run: Run, ratios: list[int], hashed: int, batch: int) -> DecodeStep:
+def made_step(run: Run, ratios: list[int], hashed: int, size: Size) -> DecodeStep:
     """A step at Flash's widths with experts in MXFP4 and other matrices as the switch linears says,
     or on a CPU at the tiny model's in BF16, with random weights that spread tokens over experts."""
     raw = shipped_config("flash-2l" if run.on_gpu else "tiny", "bfloat16") | {
@@ -120,5 +144,11 @@ def made_step(run: Run, ratios: list[int], hashed: int, batch: int) -> DecodeSte
     ops = choose(machine, provider_names(machine, settings.ops))
     group = MXFP4_GROUP if run.on_gpu else None
     return make_step(
-        DSV4Config.from_dict(raw), ops, parse(settings.precision), batch, LENGTH, group
+        DSV4Config.from_dict(raw),
+        ops,
+        parse(settings.precision),
+        size.requests,
+        size.context,
+        group,
+        size.new,
     )

@@ -8,10 +8,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import bench_measure
+from bench_variants import VARIANTS, write_folder
 from gpu_acceptance import Run
 
 from serving import Reply, Server
-from sglang_dsv4.cli_make_tiny import shipped_config, write_config
+from sglang_dsv4.cli_make_tiny import shipped_config
 from sglang_dsv4.config import DSV4Config
 
 START_LIMIT = 500.0  # the first start compiles
@@ -194,23 +196,25 @@ CHUNK = 2048
 
 
 def dummy(run: Run) -> dict[str, Any]:
-    """Each shape served with --load-format dummy: paths alike, finite, and the time of a step."""
+    """Each shape served with --load-format dummy, as a checkpoint that is stored as the vendor's is
+    (FP8, MXFP4 experts): paths alike, finite, and the time of a step."""
     checks = Checks()
     timed: Steps = [["model", "batch", "ms a step"]]
     for name, (preset, changes) in (SHAPES if run.on_gpu else SMALL).items():
         folder = run.out / f"dummy_{preset}"
         raw = shipped_config(preset, "bfloat16") | changes
-        write_config(folder, raw)
-        server = user_server(
+        folder.mkdir(exist_ok=True)
+        write_folder(folder, raw, VARIANTS["ours-mxfp4"])
+        limits = options(
             run,
-            folder,
-            f"dummy_{preset}.log",
             load_format="dummy",
             context_length="16384" if run.on_gpu else "4096",
             max_total_tokens="131072" if run.on_gpu else "16384",
             max_running_requests="64" if run.on_gpu else "8",
             chunked_prefill_size=str(CHUNK),
         )
+        log = run.out / f"dummy_{preset}.log"
+        server = bench_measure.Server(folder, log, options=limits)  # its dummies are plausible
         try:
             checks.add(f"{name}: time to ready", True, f"{started(server)} s")
             _says_who_serves(checks, server, run.on_gpu)

@@ -67,14 +67,16 @@ def make_step(
     batch: int,
     context: int,
     group: int | None = None,
+    new: int = 1,
 ) -> DecodeStep:
-    """A step of `batch` requests that have `context` tokens each, on the ops' machine.
+    """A step of `batch` requests that have `context` tokens each and `new` more, on the ops'
+    machine: with one, of decode.
 
     group: values that share a scale where routed experts lie in four bits, None for BF16.
     """
     device = ops.machine.device
-    caches = _caches(config, batch, context, device)
-    for kind in set(config.layer_kinds):
+    caches = _caches(config, batch, context + new, device)
+    for kind in set(config.layer_kinds) if new == 1 else ():
         width = list_width(
             kind, window=config.sliding_window, top_k=config.index_topk, max_len=context + 1
         )
@@ -87,36 +89,32 @@ def make_step(
             device=device,
         )
     lm = _model(config, ops, precision, device, group)
-    step = DecodeStep(lm, config.sliding_window, caches, _batch(batch, context), device)
+    step = DecodeStep(lm, config.sliding_window, caches, _batch(batch, context, new), device)
     generator = torch.Generator().manual_seed(1)
-    step.ids.copy_(torch.randint(0, config.vocab_size, (batch,), generator=generator))
+    step.ids.copy_(torch.randint(0, config.vocab_size, step.ids.shape, generator=generator))
     return step
 
 
-def _pages(context: int) -> int:
-    """Of one request, its new token included."""
-    return context // PAGE + 1
-
-
-def _batch(requests: int, context: int) -> Batch:
-    """One new token each, on the CPU. Request r has slot r + 1."""
-    pages = requests * _pages(context)
+def _batch(requests: int, context: int, new: int) -> Batch:
+    """`new` tokens each, on the CPU. Request r has slot r + 1."""
+    pages = requests * -(-(context + new) // PAGE)
     order = torch.randperm(pages, generator=torch.Generator().manual_seed(0)) + 1
-    prefix = torch.full((requests,), context)
+    prefix, request = torch.full((requests,), context), torch.arange(requests)
     return Batch(
-        positions=prefix,
-        request=torch.arange(requests),
-        request_slots=torch.arange(requests) + 1,
-        prefix_lens=prefix.clone(),
-        new_lens=torch.ones_like(prefix),
+        positions=context + torch.arange(new).repeat(requests),
+        request=request.repeat_interleave(new),
+        request_slots=request + 1,
+        prefix_lens=prefix,
+        new_lens=torch.full_like(prefix, new),
         page_table=order.view(requests, -1),
         window_map=torch.arange((1 + pages) * PAGE),
-        max_len=context + 1,
+        max_len=context + new,
     )
 
 
-def _caches(config: DSV4Config, requests: int, context: int, device: str) -> tuple[LayerCache, ...]:
-    pages = 1 + requests * _pages(context)
+def _caches(config: DSV4Config, requests: int, tokens: int, device: str) -> tuple[LayerCache, ...]:
+    """tokens: of each request."""
+    pages = 1 + requests * -(-tokens // PAGE)
     made = allocate(
         config,
         pages=pages,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import nano
 from serving import Reply, Server
@@ -166,7 +167,8 @@ def test_servers_start_as_users_start_them(run: Any, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Server, "generate", lambda *_: reply("a"))
     monkeypatch.setattr(Server, "stop", lambda _: None)
     assert serving_parts.nano(run)["ok"] and serving_parts.dummy(run)["ok"]
-    assert [command[1:3] for command in commands] == [["-m", "sglang.launch_server"]] * 3
+    assert [command[1:3] for command in commands[:2]] == [["-m", "sglang.launch_server"]] * 2
+    assert Path(commands[2][1]).name == "bench_server.py"  # as that, but for its dummies
     options = [dict(zip(command, command[1:], strict=False)) for command in commands]
     assert [one["--device"] for one in options] == ["cpu"] * 3
     assert options[0]["--max-running-requests"] == "32"
@@ -181,6 +183,39 @@ def test_shapes_have_configs(name: str) -> None:
     assert {kind.name for kind in config.layer_kinds} >= {"CSA", "HCA"}
     layers = {"flash, 4 layers": 4, "pro, 2 layers": 2}.get(name, 7)
     assert config.num_hidden_layers == layers
+
+
+def test_a_prompt_is_one_request_with_all_its_tokens_new(run: Any) -> None:
+    ratios, size = [0, 4, 128], profile_part.Size("300 tokens", 1, 0, 300, 1)
+    step = profile_part.made_step(run, ratios, 0, size)
+    assert step.batch.positions.tolist() == list(range(300)) and step.ids.shape == (300,)
+    logits = step.run()
+    assert logits.shape == (300, 1024) and bool(logits.isfinite().all())
+    # Its first token's, alone, are the same: it sees nothing that comes after it.
+    alone = profile_part.made_step(run, ratios, 0, profile_part.Size("1 token", 1, 0, 1, 1))
+    alone.ids.copy_(step.ids[:1])
+    torch.testing.assert_close(alone.run()[0], logits[0], atol=0.02, rtol=0.02)
+
+
+def test_the_prefill_is_counted_by_layer(run: Any) -> None:
+    table = profile_part.prefill_part(run)["table"]
+    kinds = [row[0] for row in table[1:6]]
+    assert kinds[:4] == ["SWA, hash-routed", "SWA, scored", "CSA, scored", "HCA, scored"]
+    assert {row[1] for row in table[1:6]} == {"64 tokens"} and all(row[2] > 0 for row in table[1:6])
+    listed = [row for row in table[6:] if not row[0].startswith("--")]
+    assert listed and table[6][0] == "-- SWA, hash-routed, 64 tokens"
+    of_first = listed[: [row[0][:2] for row in table[7:]].index("--")]
+    assert [row[3] for row in of_first] == sorted((row[3] for row in of_first), reverse=True)
+
+
+def test_the_roof_has_a_row_for_each_op(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = checks.roof(run)
+    assert result["ok"] and result["table"][1][1] == "whole step"
+    ops = {row[1].split()[0] for row in result["table"][3:]}
+    assert {"routed_experts", "sparse_attention", "mhc_post_pre_norm", "linear_fp32"} <= ops
+    assert all(row[6].endswith("%") for row in result["table"][1:])
+    monkeypatch.setattr(type(run), "command", lambda *_, **__: 2)
+    assert not checks.roof(run)["ok"]
 
 
 def test_launches_of_a_layer_are_a_difference() -> None:
