@@ -16,8 +16,10 @@ import sys
 import time
 import tomllib
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,6 +45,7 @@ on a GPU host without a network, where SGLang and its requirements lie in /tmp/s
   python scripts/gpu_acceptance.py --out $OUT --parts load
   python scripts/gpu_acceptance.py --out $OUT --parts sanitizer
   python scripts/gpu_acceptance.py --out $OUT --parts flashinfer
+  python scripts/gpu_acceptance.py --out $OUT --parts nano,load,sanitizer,flashinfer --at-once 4
 
 --install copies the package in its installed shape into a folder of PYTHONPATH, with the entry
 point that SGLang looks for, and compiles the bytecode of all that lies there, as pip does: without
@@ -92,25 +95,27 @@ class Part:
     """A part: what it shows, its limit in seconds, and the function that runs it.
 
     function: "module:name" in this folder; it takes a Run and returns a result: "ok", "table" (rows
-    of text, the first of them headings), and whatever else is worth keeping.
+    of text, the first of them headings), and whatever else is worth keeping. alone: it tells times,
+    so that nothing may run beside it.
     """
 
     what: str
     limit: int
     function: str
+    alone: bool = False
 
 
 PARTS = {
     "kernels": Part("every kernel against its reference, and replayed", 540, "gpu_checks:kernels"),
     "graph": Part("a captured step equals eager, batch 1 3 8 64", 300, "gpu_checks:graph"),
     "profile": Part(
-        "launches and time of a decode step by layer kind", 200, "gpu_profile:profile_part"
+        "launches and time of a decode step by layer kind", 200, "gpu_profile:profile_part", True
     ),
     "prefill": Part(
-        "launches and time of a prompt's prefill by layer kind", 200, "gpu_profile:prefill_part"
+        "launches and time of a prefill by layer kind", 200, "gpu_profile:prefill_part", True
     ),
-    "roof": Part("each op of a step beside the bytes it must move", 240, "gpu_checks:roof"),
-    "timings": Part("each kernel alone, with a cold L2", 480, "gpu_checks:timings"),
+    "roof": Part("each op of a step beside the bytes it must move", 240, "gpu_checks:roof", True),
+    "timings": Part("each kernel alone, with a cold L2", 480, "gpu_checks:timings", True),
     "agreement": Part(
         "layers, formats and answers against transformers and the CPU",
         400,
@@ -257,6 +262,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="(default: cuda)")
     made.add_argument("--limit", type=float, default=None, metavar="SECONDS",
                       help="for all parts together, beside each one's own")  # fmt: skip
+    made.add_argument("--at-once", type=int, default=1, metavar="N", choices=range(1, len(PARTS)),
+                      help="so many parts beside each other, but for those that tell times; of"
+                      " the others, times are upper bounds then (default: 1)")  # fmt: skip
     made.add_argument(
         "--install",
         type=Path,
@@ -283,26 +291,37 @@ def main(argv: Sequence[str] | None = None) -> int:
             print("gpu_acceptance: no CUDA GPU here; use --device cpu", file=sys.stderr)
             return USAGE
     run.out.mkdir(parents=True, exist_ok=True)
-    return run_all(run, arguments.parts or list(PARTS), arguments.limit)
+    return run_all(run, arguments.parts or list(PARTS), arguments.limit, arguments.at_once)
 
 
-def run_all(run: Run, names: Sequence[str], limit: float | None) -> int:
-    """Every part, its table, and the summary."""
-    begin, summary = time.monotonic(), {}
-    for name in names:
+def run_all(run: Run, names: Sequence[str], limit: float | None, at_once: int = 1) -> int:
+    """Every part, its table, and the summary: first those that can run beside others."""
+    begin, summary, printing = time.monotonic(), dict.fromkeys(names, {}), Lock()
+
+    def one(name: str) -> None:
         left = PARTS[name].limit
         if limit is not None:
             left = min(left, int(limit - (time.monotonic() - begin)))
         if left < 1:
             summary[name] = {"status": "not run: no time left", "seconds": 0.0}
-            continue
+            return
         print(f"\n==> {name}: {PARTS[name].what} (at most {left} s)", flush=True)
         result = run_part(name, run, left)
-        print(rendered(result.get("table", [])))
-        if result["status"] != "ok":
-            print((run.out / f"{name}.log").read_text(errors="replace")[-3000:])
-        summary[name] = {key: result[key] for key in ("status", "seconds")}
-        write_json(run.out / "summary.json", summary)
+        with printing:
+            if at_once > 1:
+                print(f"\n==> {name}: {result['status']}")
+            print(rendered(result.get("table", [])), flush=True)
+            if result["status"] != "ok":
+                print((run.out / f"{name}.log").read_text(errors="replace")[-3000:])
+            summary[name] = {key: result[key] for key in ("status", "seconds")}
+            done = {name: row for name, row in summary.items() if row}
+            write_json(run.out / "summary.json", done)
+
+    last = [name for name in names if at_once > 1 and PARTS[name].alone]
+    with ThreadPoolExecutor(at_once) as pool:
+        list(pool.map(one, [name for name in names if name not in last]))
+    for name in last:
+        one(name)
     print("\n==> summary")
     rows = [[name, one["status"], one["seconds"]] for name, one in summary.items()]
     print(rendered([["part", "status", "seconds"], *rows]))

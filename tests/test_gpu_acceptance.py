@@ -75,6 +75,31 @@ def test_a_part_that_takes_too_long_is_ended_and_the_next_one_runs(
     assert "graph" in capsys.readouterr().out
 
 
+def test_parts_run_at_once_and_those_that_tell_times_alone(
+    run: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    running: set[str] = set()
+    beside: dict[str, set[str]] = {}
+    met = threading.Barrier(2, timeout=20)
+
+    def run_part(name: str, given: Any, limit: float) -> dict[str, Any]:
+        running.add(name)
+        if name in ("graph", "kernels"):
+            met.wait()  # breaks unless both run
+        beside[name] = running - {name}
+        time.sleep(0.05)
+        running.remove(name)
+        return {"status": "ok", "seconds": 0.1, "table": [["of"], [name]]}
+
+    monkeypatch.setattr(acceptance, "run_part", run_part)
+    names = ["profile", "graph", "timings", "kernels"]
+    assert acceptance.run_all(run, names, None, at_once=2) == 0
+    assert beside["profile"] == beside["timings"] == set()
+    assert list(beside)[2:] == ["profile", "timings"]
+    summary = json.loads((run.out / "summary.json").read_text())
+    assert list(summary) == names and capsys.readouterr().out.count("ok") == 2 * len(names)
+
+
 def test_no_part_begins_after_the_limit_of_all(run: Any) -> None:
     assert acceptance.run_all(run, ["kernels"], 0.5) == 1
     assert not (run.out / "kernels.log").exists()
