@@ -40,11 +40,11 @@ from sglang_dsv4.precision import Precision
 # Tiles change at few numbers of tokens, all of them between these: what a server captures, ...
 DECODES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256)
 # ... and the new tokens of a prefill, some of which are no multiples of 16.
-PREFILLS = (3, 17, 100, 128, 257, 512, 1001, 2048, 4096, 8192)
+PREFILLS = (3, 17, 100, 128, 257, 512, 768, 1001, 2048, 4096, 8192)
 MANIFEST = "sglang_dsv4_warm.json"
 # Providers that can be run on tensors without values in a process that serves afterwards: others
 # would keep some of these tensors.
-LEAVE_NO_TRACE = frozenset({"triton", "separate", "fused", "cublas", "flashmla"})
+LEAVE_NO_TRACE = frozenset({"triton", "cublas", "flashmla"})
 Builder = tuple[str, Callable[[], Any]]  # what it builds, and the call that does
 
 

@@ -7,7 +7,7 @@ import functools
 import json
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +22,8 @@ from sglang_dsv4.backends import PROVIDERS, Machine, Ops, choose
 from sglang_dsv4.cli import main
 from sglang_dsv4.config import DSV4Config, LayerKind
 from sglang_dsv4.linears import ALL_DENSE, KeptLinears
+from sglang_dsv4.moe.kernels_triton_experts import Tiles
+from sglang_dsv4.moe.kernels_triton_fp4 import _tiles_of_hopper
 from sglang_dsv4.parallel import Parallel
 from sglang_dsv4.settings import SettingsError
 from sglang_dsv4.warmup import Launch, Target
@@ -105,6 +107,17 @@ def test_fused_kernels_between_sub_layers_halve_their_launches(
     assert separate["_post_kernel"] == sites and fused["_post_kernel"] == 1
     assert fused["_post_project_token_kernel"] == fused["_mix_norm_kernel"] == sites
     assert separate["_rms_norm_kernel"] - fused["_rms_norm_kernel"] == sites
+
+
+@pytest.mark.parametrize("experts", [256, 384])
+def test_every_tile_of_the_experts_is_among_them(experts: int) -> None:
+    """Of Flash and of Pro, for every number of tokens of a step on Hopper."""
+
+    def tiles(tokens: Iterable[int]) -> set[Tiles]:
+        return {_tiles_of_hopper(6 * each / experts) for each in tokens}
+
+    ahead = tiles((*warmup.DECODES, *warmup.PREFILLS))
+    assert ahead == tiles(range(1, 8193)) and len(ahead) == 6
 
 
 def test_large_batches_add_what_sorts_pairs(flash: DSV4Config) -> None:
