@@ -7,8 +7,11 @@ interpreter finds wrong results. Neither sees races or times: tests marked `gpu`
 import contextlib
 import io
 import re
+import subprocess
+import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -43,7 +46,7 @@ class Report:
 
     capability: 90 for compute capability 9.0. shared: bytes of shared memory per block.
     registers: per thread. spilled: bytes per thread stored to and loaded from local memory because
-    registers ran out. ptx: the code itself.
+    registers ran out. ptx, cubin: the code itself.
     """
 
     kernel: str
@@ -52,6 +55,7 @@ class Report:
     registers: int
     spilled: int
     ptx: str
+    cubin: bytes = field(repr=False)
 
     def __str__(self) -> str:
         return (
@@ -141,6 +145,7 @@ def compile_for(
         registers=int(registers[0]),
         spilled=sum(map(int, spills)),
         ptx=compiled.asm["ptx"],
+        cubin=compiled.asm["cubin"],
     )
 
 
@@ -151,19 +156,61 @@ def assert_fits(report: Report) -> None:
     assert report.shared <= limit, f"{report}: at most {limit} are there"
 
 
-def unfinished_products(ptx: str) -> list[str]:
-    """Products by wgmma whose left operand lies in registers, and for which nothing waits before
-    the code branches: the next iteration may write into these registers while they are read."""
-    found, under_way = [], ""
-    for line in map(str.strip, ptx.splitlines()):
-        if re.match(r"wgmma\.mma_async\S* \{[^}]*\}, \{", line):
-            under_way = line
-        elif re.match(r"wgmma\.wait_group\S* 0;", line):
-            under_way = ""
-        elif under_way and re.match(r"(@!?%p\d+ +)?bra|\$", line):
-            found.append(under_way)
-            under_way = ""
+def overwritten_operands(cubin: bytes) -> list[str]:
+    """Products by wgmma whose left operand lies in registers, each with an instruction that may
+    write one of these before the product is waited for, on any way through the machine code.
+
+    PTX cannot tell: it has other names for registers, and the assembler gives those of an operand
+    away as if it had been read at once.
+    """
+    code, labels = _disassembled(cubin)
+    found = []
+    for place, line in enumerate(code):
+        if (product := re.search(r"HGMMA\S* R\d+, R(\d+), gdesc", line)) is None:
+            continue
+        operand = range(int(product[1]), int(product[1]) + 4)
+        seen: set[int] = set()
+        following = [place + 1]
+        while following:
+            at = following.pop()
+            if at in seen or at >= len(code) or "WARPGROUP.DEPBAR.LE gsb0, 0x0" in code[at]:
+                continue
+            seen.add(at)
+            if set(_written(code[at])) & set(operand):
+                found.append(f"{line} | {code[at]}")
+            target = re.search(r"BRA.*\((\.L_\w+)\)", code[at])
+            following += [labels[target[1]]] if target else []
+            if not re.match(r"(BRA|EXIT)(?!.*P\d)", code[at]):
+                following.append(at + 1)
     return found
+
+
+def _disassembled(cubin: bytes) -> tuple[list[str], dict[str, int]]:
+    """Instructions, and the places of labels among them."""
+    with tempfile.NamedTemporaryFile() as file:
+        Path(file.name).write_bytes(cubin)
+        command = [knobs.nvidia.nvdisasm.path, "-c", file.name]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    code: list[str] = []
+    labels: dict[str, int] = {}
+    for label, instruction in re.findall(r"^(\.L_\w+):|/\*[0-9a-f]{4,}\*/ +(.*?) *;", text, re.M):
+        if label:
+            labels[label] = len(code)
+        else:
+            code.append(instruction)
+    return code, labels
+
+
+def _written(instruction: str) -> range:
+    """The vector registers that it writes, but for sums of wgmma."""
+    match = re.match(r"(?:@\S+ +)?(\S+) +(?:U?P[\dT]+, *)?R(\d+)\b", instruction)
+    if match is None or re.match(r"ST|RED|HGMMA|R2P|FCHK|BRA|WARP", match[1]):
+        return range(0)
+    width = 1
+    for mark, count in ((r"\.64|WIDE|CS2R|\.2$", 2), (r"\.128|LDSM.*\.4$", 4)):
+        if re.search(mark, match[1]):
+            width = count
+    return range(int(match[2]), int(match[2]) + width)
 
 
 def assert_compiles_without_spills(
