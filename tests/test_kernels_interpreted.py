@@ -47,11 +47,7 @@ SELECTIONS = (
         thorough="triton and not transformers",
     ),
     Selection("test_mhc_post.py"),
-    Selection(
-        "test_mhc_post_pre_norm.py",
-        select="fused and not 9-4-96",
-        thorough="fused or separate",
-    ),
+    Selection("test_mhc_post_pre_norm.py"),
     Selection(
         "test_linear_fp8.py",
         select="(triton or dequantised)",
