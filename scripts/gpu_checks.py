@@ -4,7 +4,7 @@ import json
 import shutil
 import sys
 import xml.etree.ElementTree as ElementTree
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -146,7 +146,7 @@ def sanitizer(run: Run) -> dict[str, Any]:
         return {"ok": True, "table": [["tool", "result"], ["compute-sanitizer", "not there"]]}
     table: list[list[Any]] = [["tool", "tests", "exit code"]]
 
-    def checked(name: str, test: str) -> None:
+    def checked(name: str, test: str) -> list[Any]:
         options = ["--tool", name, "--error-exitcode", "9", "--print-limit", "20"]
         selected = [test, "-m", "kernels and not gpu and not thorough", "-x"]
         others = "not flashinfer and not flashmla and not humming"
@@ -156,9 +156,11 @@ def sanitizer(run: Run) -> dict[str, Any]:
             run.out / f"{name}_{Path(test).stem}.log",
             PYTORCH_NO_CUDA_MEMORY_CACHING="1",
         )
-        table.append([name, test, code])
-        (run.out / "sanitizer_rows.json").write_text(json.dumps(table))
+        return [name, test, code]
 
     with ThreadPoolExecutor(SANITIZED) as pool:
-        list(pool.map(lambda pair: checked(*pair), product(SANITIZER_TOOLS, SANITIZER_TESTS)))
+        pairs = product(SANITIZER_TOOLS, SANITIZER_TESTS)
+        for done in as_completed([pool.submit(checked, *pair) for pair in pairs]):
+            table.append(done.result())  # here alone: threads would write over each other's file
+            (run.out / "sanitizer_rows.json").write_text(json.dumps(table))
     return {"ok": all(row[2] == 0 for row in table[1:]), "table": table}

@@ -145,6 +145,26 @@ def test_a_pytest_run_is_counted(run: Any) -> None:
     assert not checks.tested(run, "some", str(run.out / "gone.py"))["ok"]
 
 
+def test_what_the_sanitizer_found_is_written_by_one_thread(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files of tests run beside each other, and each row comes once."""
+    dumps, writers = json.dumps, set()
+
+    def watched(rows: Any) -> str:
+        writers.add(threading.current_thread())
+        return dumps(rows)
+
+    monkeypatch.setattr(checks.shutil, "which", lambda name: sys.executable)
+    monkeypatch.setattr(type(run), "command", lambda *_, **__: 0)
+    monkeypatch.setattr(checks.json, "dumps", watched)
+    result = checks.sanitizer(run)
+    count = len(checks.SANITIZER_TOOLS) * len(checks.SANITIZER_TESTS)
+    assert result["ok"] and len({tuple(row) for row in result["table"][1:]}) == count
+    assert json.loads((run.out / "sanitizer_rows.json").read_text()) == result["table"]
+    assert writers == {threading.main_thread()}
+
+
 def test_timings_have_cases_for_every_op() -> None:
     from sglang_dsv4.backends import PROVIDERS
 
