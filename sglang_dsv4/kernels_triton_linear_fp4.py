@@ -86,8 +86,8 @@ def dequantised(weight: FP4Matrices) -> torch.Tensor:
 
 
 def tiles_for(tokens: int, depth: int) -> Tiles:
-    """As routed experts have them (`moe.kernels_triton_fp4`) with so many tokens each, but that
-    more than 64 take two tiles of tokens: larger ones spill. depth: that of the packing."""
+    """As routed experts had them before theirs were measured on Hopper, but that more than 64 take
+    two tiles of tokens: larger ones spill. depth: that of the packing."""
     if tokens <= 8:
         return Tiles(rows=64, tokens=8, depth=depth, warps=4, stages=4)
     if tokens <= 16:
