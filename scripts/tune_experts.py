@@ -32,7 +32,7 @@ largest number.
 """
 EPILOG = """\
   python scripts/tune_experts.py --tokens 1 8 64
-  python scripts/tune_experts.py --shape "pro, a rank of 8" --format nvfp4 --tokens 512 4096 --json tiles.json
+  python scripts/tune_experts.py --shape "pro, a rank of 8" --tokens 512 4096 --json tiles.json
   python scripts/tune_experts.py --list            # the candidates, on any machine
 
 exit codes: 0 all candidates that fit were right, 1 one was not, 2 no GPU, or a wrong command line
