@@ -296,7 +296,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_all(run: Run, names: Sequence[str], limit: float | None, at_once: int = 1) -> int:
     """Every part, its table, and the summary: first those that can run beside others."""
-    begin, summary, printing = time.monotonic(), dict.fromkeys(names, {}), Lock()
+    begin, printing = time.monotonic(), Lock()
+    summary: dict[str, dict[str, Any]] = dict.fromkeys(names, {})
 
     def one(name: str) -> None:
         left = PARTS[name].limit
