@@ -156,7 +156,8 @@ class Inspection:
     def kept(self) -> list[str]:
         """A line for each format that stays in memory as it is stored, though it is quantised."""
         rows = [row for row in self.holdings if row.held == row.run and row.held in QUANTISED]
-        return [f"{row.held} kept: {row.weights:,} weights ({row.component})" for row in rows]
+        where = "kept" if self.deployment.kind == "cpu" else "kept on a GPU"
+        return [f"{row.held} {where}: {row.weights:,} weights ({row.component})" for row in rows]
 
     @property
     def conversions(self) -> list[str]:

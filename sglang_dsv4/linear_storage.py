@@ -117,7 +117,8 @@ def decide(
                 layers[layer][holder] = form
                 weights |= dict.fromkeys(stacked, form)
     if not layers and chosen != AUTO:
-        raise SettingsError(_refusal(chosen, ranks))
+        held = any(formats.get(name) in FORMATS[chosen] for each in names.values() for name in each)
+        raise SettingsError(_refusal(chosen, ranks if held else None))
     return LinearStorage(dict(layers), weights)
 
 
@@ -145,14 +146,18 @@ def _has_whole_tiles(config: DSV4Config, slot: Slot, ranks: int) -> bool:
     return share[0] % fp4.ROWS == share[1] % fp4.INPUTS == 0
 
 
-def _refusal(chosen: str, ranks: int) -> str:
+def _refusal(chosen: str, ranks: int | None) -> str:
+    """ranks: among which weights in the format are divided; None where there are none."""
     held, whole = "NVFP4", f"tiles of {fp4.ROWS} rows and {fp4.INPUTS} inputs"
     if chosen == EIGHT_BITS:
-        held, whole = "FP8", f"{whole}, or blocks of {FP8_BLOCK}"
+        held, whole = "FP8", f"{whole}, and of blocks of {FP8_BLOCK}"
+    why = f"the checkpoint holds none of them in {held}"
+    if ranks is not None:
+        where = "" if ranks == 1 else f"on a rank of {ranks} "
+        why = f"{where}none of them is made of whole {whole}"
     return (
         f"{VARIABLE}: linears={chosen} keeps attention and the shared expert in {held}, and"
-        f" nothing can stay so: the checkpoint holds none of them in {held}, or a rank of {ranks}"
-        f" has no whole {whole}. Leave it at {AUTO}."
+        f" nothing can stay so: {why}. Leave it at {AUTO}."
     )
 
 

@@ -124,8 +124,10 @@ def test_what_a_checkpoint_holds(tiny: Path, capsys: pytest.CaptureFixture[str])
     # As far as this small model is made of whole blocks.
     assert said["conversions"] == ["FP8 to BF16: 35 weights (attention, shared expert)"]
     assert said["kept"] == [
-        *("FP8 kept: 14 weights (attention)", "FP8 kept: 3 weights (indexer)"),
-        *("MXFP4 kept: 168 weights (routed experts)", "FP8 kept: 7 weights (shared expert)"),
+        "FP8 kept on a GPU: 14 weights (attention)",
+        "FP8 kept on a GPU: 3 weights (indexer)",
+        "MXFP4 kept on a GPU: 168 weights (routed experts)",
+        "FP8 kept on a GPU: 7 weights (shared expert)",
     ]
     assert (said["files"], said["tensors"], said["used"]) == (1, 359 + 227, 359 + 227)
     assert (said["parameters"], said["names"]) == (7_126_167, {"vendor's": 358})
@@ -159,7 +161,8 @@ def test_experts_in_four_bits_or_dense(wanted: Deployment, kept: bool, tiny: Pat
     weights = "168 weights (routed experts)"
     converted = [line for line in found.conversions if line.startswith("MXFP4")]
     assert converted == ([] if kept else [f"MXFP4 to BF16: {weights}"])
-    assert found.kept == ([f"MXFP4 kept: {weights}"] if kept else [])
+    where = "" if wanted.kind == "cpu" else " on a GPU"
+    assert found.kept == ([f"MXFP4 kept{where}: {weights}"] if kept else [])
     assert found.verdict is Verdict.CONVERTS and not found.warnings  # FP8 is converted
     assert found.told().splitlines()[1:] == [*found.conversions, *found.kept]
     assert found.plan is not None
@@ -223,7 +226,7 @@ def test_one_layer_of_another_format_is_dense(tmp_path: Path) -> None:
         *[("BF16", "BF16", 1, 1), ("MXFP4", "BF16", 23, 1), ("MXFP4", "MXFP4", 144, 6)],
     ]
     assert "MXFP4 to BF16: 23 weights (routed experts)" in found.conversions
-    assert found.kept == ["MXFP4 kept: 144 weights (routed experts)"]
+    assert found.kept == ["MXFP4 kept on a GPU: 144 weights (routed experts)"]
     assert found.warnings == [
         "the routed experts of layer 2 are dequantised at load, not kept in four bits: they are"
         " BF16, FP16 or FP32 and MXFP4"

@@ -124,7 +124,8 @@ def test_nothing_stays_where_it_is_to_be_dense() -> None:
     assert decided(slots, dict.fromkeys(slots, TensorFormat.FP8), "bf16") == NOTHING
     assert NOTHING.anywhere == (ALL_DENSE,)
     for value, held in (("fp8", "FP8"), ("fp4", "NVFP4")):
-        with pytest.raises(SettingsError, match=f"linears={value} .*none of them in {held}, or"):
+        why = f"the checkpoint holds none of them in {held}"
+        with pytest.raises(SettingsError, match=f"linears={value} .*: {why}. "):
             decided(slots, {}, value)
 
 
@@ -170,7 +171,7 @@ def test_auto_is_dense_where_nothing_can_stay() -> None:
     odd = {"q_lora_rank": 40, "o_lora_rank": 40, "moe_intermediate_size": 40}
     narrow = DSV4Config.from_dict(WIDE | odd)
     assert decide(narrow, chosen="auto") == NOTHING
-    with pytest.raises(SettingsError, match="linears=fp8"):
+    with pytest.raises(SettingsError, match="linears=fp8 .*: none of them is made of whole"):
         decide(narrow, chosen="fp8")
 
 
@@ -385,9 +386,9 @@ def test_inspect_and_warm_follow(held: Held) -> None:
     floor = [row for row in found.holdings if row.held == held.name and row not in kept]
     assert ("indexer" in [row.component for row in floor]) == (held.name == "NVFP4")
     assert all(row.run == "BF16" for row in floor if row.component != "routed experts")
-    assert f"{held.name} kept: 14 weights (attention)" not in found.conversions
+    assert f"{held.name} kept on a GPU: 14 weights (attention)" not in found.conversions
     assert [line for line in found.kept if line.endswith("(shared expert)")] == [
-        f"{held.name} kept: 6 weights (shared expert)"
+        f"{held.name} kept on a GPU: 6 weights (shared expert)"
     ]
     dense = Inspection(held.folder, Deployment(linears="bf16"))
     assert found.plan.weights < dense.plan.weights and not dense.refusals
