@@ -9,12 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import bench_measure
-from bench_variants import VARIANTS, write_folder
+import torch
+from bench_variants import VARIANTS, environment, weight_bytes, write_folder
 from gpu_acceptance import Run
 
 from serving import Reply, Server
+from sglang_dsv4 import expert_storage, linear_storage
 from sglang_dsv4.cli_make_tiny import shipped_config
 from sglang_dsv4.config import DSV4Config
+from sglang_dsv4.formats import TensorFormat
+from sglang_dsv4.precision import AUTO
+from sglang_dsv4.tensor_table import expected_tensors
 
 START_LIMIT = 500.0  # the first start compiles
 
@@ -193,6 +198,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 SMALL = {"tiny": ("tiny", {"vocab_size": 1024})}
 CHUNK = 2048
+RELEASE = VARIANTS["ours-mxfp4"]  # what the vendor's config.json claims, and our defaults
 
 
 def dummy(run: Run) -> dict[str, Any]:
@@ -204,7 +210,7 @@ def dummy(run: Run) -> dict[str, Any]:
         folder = run.out / f"dummy_{preset}"
         raw = shipped_config(preset, "bfloat16") | changes
         folder.mkdir(exist_ok=True)
-        write_folder(folder, raw, VARIANTS["ours-mxfp4"])
+        write_folder(folder, raw, RELEASE)
         limits = options(
             run,
             load_format="dummy",
@@ -214,10 +220,12 @@ def dummy(run: Run) -> dict[str, Any]:
             chunked_prefill_size=str(CHUNK),
         )
         log = run.out / f"dummy_{preset}.log"
-        server = bench_measure.Server(folder, log, options=limits)  # its dummies are plausible
+        # Its dummies are plausible; the caller's switches do not change what is served.
+        server = bench_measure.Server(folder, log, options=limits, env=environment(RELEASE))
         try:
             checks.add(f"{name}: time to ready", True, f"{started(server)} s")
             _says_who_serves(checks, server, run.on_gpu)
+            _says_what_is_served(checks, server, run, name)
             _dummy_paths(checks, server, DSV4Config.from_dict(raw), name)
             for batch in (1, 16, 64) if run.on_gpu else (1, 4):
                 step = step_ms(server, batch, 1024 if run.on_gpu else 64, raw["vocab_size"])
@@ -230,6 +238,38 @@ def dummy(run: Run) -> dict[str, Any]:
         (run.out / "dummy_steps.json").write_text(json.dumps(timed))
     result = checks.result()
     return result | {"steps": timed, "table": result["table"] + timed}
+
+
+def _says_what_is_served(checks: Checks, server: Server, run: Run, name: str) -> None:
+    """config.json claims the release's formats, a GPU keeps them in every layer, and what the
+    weights take there agrees: in BF16 the experts alone would take three times as much."""
+    raw = json.loads((server.checkpoint / "config.json").read_text())
+    config = DSV4Config.from_dict(raw)
+    layers, slots = set(range(config.num_hidden_layers)), expected_tensors(config)
+    held, formats = expert_storage.from_claims(raw, config), linear_storage.from_claims(raw, slots)
+    claimed = sorted({one.value for each in held.values() for one in each})
+    others = sorted({one.value for one in formats.values()})
+    right = claimed == [TensorFormat.MXFP4.value] and others == [TensorFormat.FP8.value]
+    stored = f"{'/'.join(claimed) or 'BF16'} experts, {'/'.join(others) or 'BF16'} matrices"
+    ops = server.state()["sglang_dsv4"]["ops"]
+    experts = expert_storage.decide(config, held, chosen=AUTO, device=run.device, ranks=1)
+    linears = linear_storage.decide(
+        config, slots, formats, chosen=AUTO, device=run.device, run=torch.bfloat16, ranks=1
+    )
+    kept = set(experts.groups) == set(linears.layers) == layers
+    if not run.on_gpu:  # where all is dequantised, and SGLang cannot tell memory apart
+        found = f"stored: {stored}; in memory: BF16, experts by {ops['routed_experts']}"
+        checks.add(f"{name}: formats", right and not kept, found)
+        return
+    log = server.log.read_text(errors="replace")
+    taken = bench_measure.memory(server.request("/server_info"), log)["weights"]
+    planned = weight_bytes(raw, RELEASE) / 2**30  # with other matrices in BF16: more than there is
+    fits = bool(taken) and taken <= 1.15 * planned + 1
+    found = (
+        f"{stored}, kept; experts by {ops['routed_experts_fp4']}, FP8 by {ops['linear_fp8']};"
+        f" weights {taken or 0:.1f} GB, at most about {planned:.1f} expected"
+    )
+    checks.add(f"{name}: formats", right and kept and fits, found)
 
 
 def _dummy_paths(checks: Checks, server: Server, config: DSV4Config, name: str) -> None:

@@ -206,7 +206,8 @@ def test_servers_start_as_users_start_them(run: Any, monkeypatch: pytest.MonkeyP
         return 0.0
 
     monkeypatch.setattr(serving_parts, "started", started)
-    for name in ("_says_who_serves", "_answers", "_paths", "_dummy_paths", "step_ms"):
+    named = ("_says_who_serves", "_says_what_is_served", "_answers", "_paths", "_dummy_paths")
+    for name in (*named, "step_ms"):
         monkeypatch.setattr(serving_parts, name, lambda *_: 0.0)
     monkeypatch.setattr(serving_parts, "_long_prompt", lambda _: [1])
     monkeypatch.setattr(Server, "generate", lambda *_: reply("a"))
