@@ -66,7 +66,7 @@ def check_checkpoint(folder: Path, ranks: int = 1, expert_parallel: int = 1) -> 
         _draft_head(found),
         _ranks(found),
         _experts(found),
-        *(Row("linear weights", "fail", reason) for reason in found.refused.get("linears", ())),
+        *_linears(found),
         *_memory(found),
     ]
 
@@ -124,6 +124,20 @@ def _experts(found: "Inspection") -> Row:
     runs = (row for row in found.holdings if row.component == EXPERTS)
     held = [f"{row.held} -> {row.run}, {row.layers} layers" for row in runs]
     return Row("routed experts", "warn" if notes else "ok", "\n".join([", ".join(held), *notes]))
+
+
+def _linears(found: "Inspection") -> list[Row]:
+    """How the other quantised weights run here."""
+    from sglang_dsv4.census import QUANTISED
+
+    if refused := found.refused.get("linears"):
+        return [Row("linear weights", "fail", reason) for reason in refused]
+    components: dict[str, list[str]] = {}
+    for row in found.holdings:
+        if row.held in QUANTISED and row.component != EXPERTS:
+            components.setdefault(f"{row.held} -> {row.run}", []).append(row.component)
+    held = [f"{form} ({', '.join(names)})" for form, names in components.items()]
+    return [Row("linear weights", "ok", ", ".join(held) or "none are quantised")]
 
 
 def _memory(found: "Inspection") -> list[Row]:

@@ -184,9 +184,11 @@ def test_the_switch_counts_here_too(
     ]
     rows = {row.name: row for row in doctor_checkpoint.check_checkpoint(tiny)}
     assert rows["routed experts"].found == "MXFP4 -> BF16, 7 layers"
-    monkeypatch.setenv("SGLANG_DSV4_PRECISION", "routed_experts=fp4")
+    assert rows["linear weights"].found == "FP8 -> BF16 (attention, indexer, shared expert)"
+    monkeypatch.setenv("SGLANG_DSV4_PRECISION", "routed_experts=fp4,linears=fp8")
     rows = {row.name: row for row in doctor_checkpoint.check_checkpoint(tiny)}
     assert rows["routed experts"].found == "MXFP4 -> MXFP4, 7 layers"
+    assert "FP8 -> FP8 (attention" in rows["linear weights"].found
 
 
 def test_doctor_fails_where_linears_are_refused(
