@@ -36,9 +36,10 @@ REPLACED = (
     PagedTokenToKVPoolAllocator.alloc_decode,
     PagedTokenToKVPoolAllocator.merge_and_sort_free,
     DeepSeekV4TokenToKVPool.translate_loc_from_full_to_swa,
+    ReqToTokenPool.alloc_aux_to_lengths,
     ReqToTokenPool.write,
 )
-KNOWN = "e2f7fa5b40f1405f"
+KNOWN = "cc17ae93dfcba2cb"
 
 
 def register(ops: Ops) -> str | None:
@@ -79,20 +80,17 @@ class DecodeSlots:
             return allocation.alloc_for_decode_default(batch, token_per_req)
         batch.maybe_evict_swa()
         lengths, page = batch.seq_lens, allocator.page_size
-        requests = lengths.shape[0]
+        requests = lengths.numel()
         allocation.evict_from_tree_cache(tree, requests * page)
         full, window = allocator.full_attn_allocator, allocator.swa_attn_allocator
         for pool in (full, window):
-            if requests > len(pool.free_pages):
+            if requests > pool.free_pages.numel():
                 pool.merge_and_sort_free()
-        begun = int(numpy.count_nonzero(batch.seq_lens_cpu.numpy() % page == 0))
+        begun = requests - numpy.count_nonzero(batch.seq_lens_cpu.numpy() % page)
         pages, window_pages = full.free_pages, window.free_pages
         if begun:
-            short = [pool for pool in (full, window) if begun > len(pool.free_pages)]
-            for pool in (full, window):
-                if pool not in short:
-                    pool.free_pages = pool.free_pages[begun:]
-            if short:
+            taken = [_take(pool, begun) for pool in (full, window)]
+            if not all(taken):
                 _out_of_memory(tree, requests)
         slots: torch.Tensor = self.op(
             table.req_to_token,
@@ -103,14 +101,8 @@ class DecodeSlots:
             window_pages,
             page=page,
         )
-        try:
-            table.alloc_aux_to_lengths(
-                req_pool_indices_cpu=batch.req_pool_indices_cpu,
-                target_seq_lens_cpu=batch.seq_lens_cpu + 1,
-            )
-        except Exception:
-            allocator.free(slots)
-            raise
+        if table._aux_cache is not None:
+            _grow_beside(batch, slots)
         for request in batch.reqs:
             request.kv.kv_allocated_len += 1
             request.kv.kv_committed_len += 1
@@ -126,14 +118,34 @@ def is_plain(batch: Any, allocator: BaseTokenToKVPoolAllocator) -> bool:
     """Whether the batch is one that DecodeSlots can place: pages of both pools in step."""
     if type(allocator) is not SWATokenToKVPoolAllocator or allocator._swa_req_ring:
         return False
-    pools = (allocator.full_attn_allocator, allocator.swa_attn_allocator)
+    full, window = allocator.full_attn_allocator, allocator.swa_attn_allocator
     return (
         1 < allocator.page_size == batch.tree_cache.page_size
-        and all(type(pool) is PagedTokenToKVPoolAllocator for pool in pools)
-        and not any(pool.debug_mode for pool in pools)
+        and type(full) is type(window) is PagedTokenToKVPoolAllocator
+        and not (full.debug_mode or window.debug_mode)
         and type(batch.req_to_token_pool) is ReqToTokenPool
         and not batch.model_config.is_encoder_decoder
     )
+
+
+def _take(pool: PagedTokenToKVPoolAllocator, count: int) -> bool:
+    """Take so many free pages from the front, if they are there."""
+    if count > pool.free_pages.numel():
+        return False
+    pool.free_pages = pool.free_pages[count:]
+    return True
+
+
+def _grow_beside(batch: Any, slots: torch.Tensor) -> None:
+    """What the host's table keeps beside token slots, or none of it all."""
+    try:
+        batch.req_to_token_pool.alloc_aux_to_lengths(
+            req_pool_indices_cpu=batch.req_pool_indices_cpu,
+            target_seq_lens_cpu=batch.seq_lens_cpu + 1,
+        )
+    except Exception:
+        batch.tree_cache.token_to_kv_pool_allocator.free(slots)
+        raise
 
 
 def _out_of_memory(tree: Any, requests: int) -> None:

@@ -1,7 +1,7 @@
 """decode_slots as one Triton kernel for NVIDIA GPUs from compute capability 8.0.
 
-See reference_slots.py: the same integers. One program does a whole batch, since a request's new page
-depends on those before it, and a batch of decode is small.
+See reference_slots.py: the same integers. One program does a whole batch, since a request's new
+page depends on those before it, and a batch of decode is small.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs

@@ -1,4 +1,4 @@
-"""SGLang's allocator, tables and a batch, without its scheduler: where decode steps place tokens."""
+"""SGLang's allocator, table and batch without its scheduler: where decode steps place tokens."""
 
 import random
 from collections.abc import Callable
@@ -162,7 +162,8 @@ class World:
 
     def state(self) -> dict[str, Any]:
         """Copies of all that a step may change."""
-        pools = {"full": self.allocator.full_attn_allocator, "window": self.allocator.swa_attn_allocator}
+        both = (self.allocator.full_attn_allocator, self.allocator.swa_attn_allocator)
+        pools = dict(zip(("full", "window"), both, strict=True))
         state: dict[str, Any] = {
             f"{name} {what}": pages.clone()
             for name, pool in pools.items()
