@@ -38,11 +38,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("ablation_report", "reference", "kernels_triton_fp4", "kernels_triton_fragments"),
     ("memory_plan",),
     (
-        *("host", "host_slots", "backends", "census", "ledger", "tiny_formats", "nano_demo_server"),
+        *("host", "backends", "census", "ledger", "tiny_formats", "nano_demo_server"),
         *("graph_safety_static", "damaged_values"),
     ),
     (
-        *("format_claims", "tiny_weights", "convert_plan", "linears"),
+        *("format_claims", "tiny_weights", "convert_plan", "linears", "host_slots"),
         *("kernels_triton_linear", "kernels_triton_linear_fp4"),
     ),
     ("survey", "expert_storage"),

@@ -65,7 +65,11 @@ SELECTIONS = (
         " and not test_hca_plan",
         thorough="triton and not test_hca_plan",
     ),
-    Selection("test_decode_slots.py"),
+    Selection(
+        "test_decode_slots.py",
+        select="triton and not gigabytes",
+        thorough="triton and not gigabytes",
+    ),
     Selection(
         "test_host_slots.py",
         select="triton and (hardly or memory or undone)",
