@@ -18,7 +18,7 @@ KERNEL_TESTS = (
     "tests/test_linear_fp4.py", "tests/test_rms_norm.py",
     "tests/test_mhc_pre.py", "tests/test_mhc_post.py", "tests/test_mhc_post_pre_norm.py",
     "tests/test_mhc_head.py", "tests/test_kernels_mhc.py", "tests/test_graph_capture.py",
-    "tests/test_gpu_paths.py",
+    "tests/test_gpu_paths.py", "tests/test_decode_slots.py",
 )  # fmt: skip
 WORKERS = 14  # compiling takes a core each
 SANITIZER_TESTS = (

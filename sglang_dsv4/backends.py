@@ -130,6 +130,10 @@ _METADATA = (
     _triton("sglang_dsv4.attention.kernels_triton_metadata"),
     Provider("reference", "sglang_dsv4.attention.reference_metadata", _runs_anywhere),
 )
+_SLOTS = (
+    _triton("sglang_dsv4.kernels_triton_slots"),
+    Provider("reference", "sglang_dsv4.reference_slots", _runs_anywhere),
+)
 _SPARSE_ATTENTION = (
     Provider("flashmla", "sglang_dsv4.attention.kernels_flashmla", _needs_flashmla),
     _ATTENTION[0],
@@ -156,6 +160,7 @@ PROVIDERS: Mapping[str, tuple[Provider, ...]] = MappingProxyType(
         "mhc_post_pre_norm": _BETWEEN,
         "mhc_post": _MODEL,
         "mhc_head": _MODEL,
+        "decode_slots": _SLOTS,
         "build_metadata": _METADATA,
         "query_norm_rope": _ATTENTION,
         "kv_norm_rope_store": _ATTENTION,
@@ -187,6 +192,7 @@ class Ops:
     mhc_post_pre_norm: Op
     mhc_post: Op
     mhc_head: Op
+    decode_slots: Op
     build_metadata: Op
     query_norm_rope: Op
     kv_norm_rope_store: Op

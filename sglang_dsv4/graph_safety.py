@@ -51,6 +51,7 @@ OUTSIDE: Mapping[str, str] = {
     "sglang_dsv4.attention.cache:allocate": "start-up: makes the caches",
     "sglang_dsv4.attention.rope:rope_frequencies": "start-up: a table of each layer",
     "sglang_dsv4.backends:choose": "start-up: picks the ops",
+    "sglang_dsv4.host_slots:DecodeSlots.__call__": "before each step: places its tokens",
     "sglang_dsv4.served.deepseek_v4:DeepseekV4ForCausalLM.load_weights": "start-up: loading",
     "sglang_dsv4.weights:load": "start-up: loading",
 }

@@ -114,7 +114,23 @@ def _create_backend(runner: Any) -> Any:
 
     if not isinstance(runner.model, DeepseekV4ForCausalLM):
         _stop("model_class", f"the runner holds {type(runner.model).__name__}")
+    _place_new_tokens(runner.model.ops)
     return DSV4Backend(runner)
+
+
+def _place_new_tokens(ops: Any) -> None:
+    """No hook: where it does not fit, SGLang's own function serves as well, only slower."""
+    try:
+        from sglang_dsv4 import host_slots
+
+        reason = host_slots.register(ops)
+    except (AttributeError, ImportError, OSError, TypeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+    if reason is None:
+        provider = ops.providers["decode_slots"]
+        logger.info("sglang-dsv4: new tokens of a decode are placed by decode_slots: %s", provider)
+    else:
+        logger.warning("sglang-dsv4: SGLang's own function places new tokens: %s", reason)
 
 
 def _kv_pool() -> None:

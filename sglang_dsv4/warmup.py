@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sglang_dsv4.attention.cache import PAGE, allocate
 from sglang_dsv4.attention.metadata import Batch
-from sglang_dsv4.backends import PROVIDERS, Machine, Ops
+from sglang_dsv4.backends import PROVIDERS, Machine, Ops, prepare_attention
 from sglang_dsv4.config import DSV4Config
 from sglang_dsv4.fp4 import FP4Matrices
 from sglang_dsv4.fp8 import FP8Matrix
@@ -166,6 +166,9 @@ def launches(
         for requests, new in [*((size, 1) for size in decodes), *((1, size) for size in prefills)]:
             longest = target.context if new == 1 else new
             batch = _batch(requests, new, longest, device)
+            if new == 1:
+                table, any_ = batch.page_table.int(), batch.request_slots
+                target.ops.decode_slots(table, batch.window_map, any_, any_, any_, any_, page=PAGE)
             meta = target.ops.build_metadata(
                 batch, window=config.sliding_window, window_rows=caches[0].window_rows
             )
@@ -274,8 +277,6 @@ def host_builders() -> list[Builder]:
 
 
 def _plan(target: Target) -> None:
-    from sglang_dsv4.backends import prepare_attention
-
     heads = target.config.num_attention_heads // target.parallel.size
     scale = target.config.head_dim**-0.5
     width = target.config.sliding_window + target.config.index_topk

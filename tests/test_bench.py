@@ -57,8 +57,8 @@ def test_every_op_that_a_step_calls_is_noted(by_op: dict[str, list[Called]], ops
     """Of a hash-routed SWA layer, a CSA layer and an HCA layer."""
     assert list(by_op) == [op for op in PROVIDERS if op in by_op]  # in the table's order
     unused = {op for op in PROVIDERS if op not in by_op}
-    # Of experts in four bits, and of linear weights in FP8 or NVFP4, alone.
-    assert unused <= {"routed_experts_fp4", "linear_fp8", "linear_fp4"}
+    # Of experts in four bits, and of linear weights in FP8 or NVFP4, alone; and before a step.
+    assert unused <= {"routed_experts_fp4", "linear_fp8", "linear_fp4", "decode_slots"}
     counts = {op: sum(call.count for call in calls) for op, calls in by_op.items()}
     wanted = {
         "linear_fp32": 9, "rms_norm": 4, "mhc_post_pre_norm": 6, "mhc_post": 1, "mhc_head": 1,
@@ -258,7 +258,7 @@ def test_the_command_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     result = json.loads(capsys.readouterr().out)
     assert (result["device"], result["preset"], result["linears"]) == ("CPU", "tiny", "bf16")
     assert [one["batch"] for one in result["steps"]] == [1, 4]
-    others = {"routed_experts_fp4", "linear_fp8", "linear_fp4"}
+    others = {"routed_experts_fp4", "linear_fp8", "linear_fp4", "decode_slots"}
     assert {one["op"] for one in result["ops"]} >= set(PROVIDERS) - others
     assert all(one["chosen"] and one["error"] == "" for one in result["ops"])
     assert {"torch", "sglang", "sglang-dsv4"} <= result["versions"].keys()

@@ -259,6 +259,8 @@ def test_coverage_names_what_a_step_must_reach(report: Report) -> None:
     }
     ops = choose(CPU).providers
     for op, providers in PROVIDERS.items():
+        if op == "decode_slots":  # before each step
+            continue
         module = next(one.module for one in providers if one.name == ops[op])
         assert (modules[module], op) in ran
     for kind in ("CsaCompressor", "HcaCompressor", "IndexCompressor"):

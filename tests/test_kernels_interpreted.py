@@ -65,6 +65,16 @@ SELECTIONS = (
         " and not test_hca_plan",
         thorough="triton and not test_hca_plan",
     ),
+    Selection(
+        "test_decode_slots.py",
+        select="triton and not gigabytes",
+        thorough="triton and not gigabytes",
+    ),
+    Selection(
+        "test_host_slots.py",
+        select="triton and (hardly or memory or undone)",
+        thorough="triton",
+    ),
     Selection("attention/test_query_norm_rope.py", select="triton and not mix and not dtype0"),
     Selection("attention/test_kv_norm_rope_store.py"),
     Selection("attention/test_csa_index_list.py"),

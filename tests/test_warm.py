@@ -80,6 +80,7 @@ def test_every_kernel_of_a_decode_is_found(decode: list[Launch]) -> None:
         *("_index_query_kernel", "_score_kernel", "_select_kernel", "_route_scored_kernel"),
         *("_route_hashed_kernel", "_swiglu_kernel", "_grouped_product_kernel"),
         *("_add_choices_kernel", "_token_metadata_kernel", "_segment_metadata_kernel"),
+        "_decode_slots_kernel",
     } <= names(decode)
 
 

@@ -64,6 +64,8 @@ def test_retracted_requests_equal_the_reference(
         comparison.add(name, reply, generation, ties(generation))
     comparison.check()
     assert comparison.excused == 0
+    assert log.count("new tokens of a decode are placed by decode_slots: reference\n") == 1
+    assert "SGLang places the new tokens" not in log
     assert log.count("(flipped)") == len(TOLD)
     for name, layers in TOLD.items():
         assert f"{name}: F32 in the checkpoint -> NVFP4 values (flipped){layers}\n" in log
