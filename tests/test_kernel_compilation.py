@@ -25,6 +25,7 @@ from kernel_checks import (
 )
 from sglang_dsv4 import kernels_triton_fp4, kernels_triton_launch
 from sglang_dsv4.kernels_triton_launch import after_previous, pdl_kernel
+from sglang_dsv4.warmup import recorded
 
 CASES: list[CompileCase] = [
     case
@@ -120,13 +121,19 @@ def test_memory_before_the_wait_is_found(early: bool, late: bool, found: str) ->
     assert all(name in touched for name in found.split())
 
 
-@pytest.mark.parametrize(("capability", "early"), [(80, False), (89, False), (90, True)])
-def test_kernels_are_launched_early_where_a_gpu_can(capability, early, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("capability", "grid", "early"),
+    [(80, (1,), False), (89, (1,), False), (90, (1,), True), (90, (64, 64), False)],
+)
+def test_short_kernels_start_early_where_a_gpu_can(capability, grid, early, monkeypatch) -> None:
     seen: dict[str, object] = {}
     monkeypatch.setattr(JITFunction, "run", lambda *_, **options: seen.update(options))
     monkeypatch.setattr(kernels_triton_launch, "compute_capability", lambda: capability)
-    _copy_kernel[(1,)](None, None, EARLY=False, LATE=True)
+    _copy_kernel[grid](None, None, EARLY=False, LATE=True)
     assert seen["launch_pdl"] is early
+    with recorded() as found:  # what is compiled ahead is the same variant
+        _copy_kernel[grid](None, None, EARLY=False, LATE=True)
+    assert [launch.options["launch_pdl"] for launch in found.values()] == [early]
 
 
 def test_every_run_compiles_each_kernel_for_each_architecture() -> None:
