@@ -302,6 +302,7 @@ def fold_sink(
     )
 
 
+# Launched as usual: which blocks of FlashInfer's kernels wait for those ahead is its own affair.
 @triton.jit
 def _recut_kernel(
     rows,

@@ -14,6 +14,7 @@ import triton.language as tl
 from sglang_dsv4.attention import kernels_triton
 from sglang_dsv4.attention.kernels_triton import PLAIN, ROTATED, WIDTH, _angles, _rotate
 from sglang_dsv4.attention.metadata import IndexList
+from sglang_dsv4.kernels_triton_launch import after_previous, pdl_kernel
 
 FEWEST_TOKENS = 24
 HEADS = (64, 128)
@@ -108,7 +109,7 @@ def turn_back(
     )
 
 
-@triton.jit(do_not_specialize=["rows_token"])
+@pdl_kernel(do_not_specialize=["rows_token"])
 def _narrow_kernel(
     rows,
     rows_token,
@@ -120,6 +121,7 @@ def _narrow_kernel(
     padded,
     BLOCK: tl.constexpr,
 ):
+    after_previous()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     length = tl.load(lengths + token * length_stride).to(tl.int32)
@@ -129,10 +131,11 @@ def _narrow_kernel(
     tl.store(narrow_lengths + token, length, mask=tl.program_id(1) == 0)
 
 
-@triton.jit
+@pdl_kernel
 def _turn_back_kernel(
     out, lengths, positions, position_stride, frequencies, heads, HEADS: tl.constexpr
 ):
+    after_previous()
     blocks = tl.cdiv(heads, HEADS)
     token = (tl.program_id(0) // blocks).to(tl.int64)
     head = (tl.program_id(0) % blocks) * HEADS + tl.arange(0, HEADS)

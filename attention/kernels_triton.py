@@ -17,6 +17,7 @@ from sglang_dsv4.attention.cache import PAGE
 from sglang_dsv4.attention.metadata import EntryTable, IndexList
 from sglang_dsv4.backends import compute_capability
 from sglang_dsv4.config import LayerKind
+from sglang_dsv4.kernels_triton_launch import after_previous, pdl_kernel
 
 WIDTH = tl.constexpr(512)  # channels of a head, and of a cache row
 ROTATED = tl.constexpr(64)  # the last of them, in interleaved pairs
@@ -275,7 +276,7 @@ def _angles(position, frequencies):
     return (position.to(tl.float32) * frequency)[None, :]
 
 
-@triton.jit
+@pdl_kernel
 def _query_norm_rope_kernel(
     q,
     q_token,
@@ -288,6 +289,7 @@ def _query_norm_rope_kernel(
     eps,
     HEADS: tl.constexpr,
 ):
+    after_previous()
     blocks = tl.cdiv(heads, HEADS)
     token = (tl.program_id(0) // blocks).to(tl.int64)
     head = (tl.program_id(0) % blocks) * HEADS + tl.arange(0, HEADS)
@@ -306,7 +308,7 @@ def _query_norm_rope_kernel(
     tl.store(target + rotated[None, :], tail.to(out.dtype.element_ty), mask=exists)
 
 
-@triton.jit
+@pdl_kernel
 def _kv_norm_rope_store_kernel(
     kv,
     kv_token,
@@ -320,6 +322,7 @@ def _kv_norm_rope_store_kernel(
     cache_row,
     eps,
 ):
+    after_previous()
     token = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + token * rows_stride)
     column, rotated = tl.arange(0, WIDTH)[None, :], tl.arange(0, ROTATED)[None, :] + PLAIN
@@ -341,7 +344,7 @@ def _kv_norm_rope_store_kernel(
 
 
 # Not specialised: each value would compile the kernel again, while requests wait.
-@triton.jit(do_not_specialize=["page_table_request"])
+@pdl_kernel(do_not_specialize=["page_table_request"])
 def _csa_index_list_kernel(
     selected,
     selected_token,
@@ -364,6 +367,7 @@ def _csa_index_list_kernel(
     PER_PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    after_previous()
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     width = window_width + chosen
@@ -388,7 +392,7 @@ def _csa_index_list_kernel(
     tl.store(lengths + token, split + tl.sum(valid.to(tl.int64)))
 
 
-@triton.jit(do_not_specialize=["rows_token", "splits"])  # for the same reason
+@pdl_kernel(do_not_specialize=["rows_token", "splits"])  # for the same reason
 def _attention_kernel(
     q,
     q_token,
@@ -419,6 +423,7 @@ def _attention_kernel(
     A whole token (one split) is finished here. Of a split, `_merge_kernel` gets the weighted sum of
     its rows, the largest logit and the sum of weights; that sum is not written without rows.
     """
+    after_previous()
     blocks = tl.cdiv(heads, HEADS)
     token = (tl.program_id(0) // blocks).to(tl.int64)
     split = tl.program_id(1)
@@ -480,7 +485,7 @@ def _attention_kernel(
         tl.store(target + column[None, :], mixed, mask=used[:, None])
 
 
-@triton.jit(do_not_specialize=["splits"])
+@pdl_kernel(do_not_specialize=["splits"])
 def _merge_kernel(
     parts,
     statistics,
@@ -494,6 +499,7 @@ def _merge_kernel(
     SPLIT_BLOCK: tl.constexpr,
 ):
     """Adds up the splits of one head of a token, takes the sink in, undoes the rotation."""
+    after_previous()
     place = tl.program_id(0).to(tl.int64)
     token, head = place // heads, place % heads
     split = tl.arange(0, SPLIT_BLOCK)

@@ -21,6 +21,7 @@ from sglang_dsv4.attention.kernels_triton_index import WIDTH as INDEX_WIDTH
 from sglang_dsv4.attention.kernels_triton_index import fp4_grid, rotate
 from sglang_dsv4.attention.metadata import LOOKBACK, CsaPlan, HcaPlan
 from sglang_dsv4.config import LayerKind
+from sglang_dsv4.kernels_triton_launch import after_previous, pdl_kernel
 
 CSA = tl.constexpr(LayerKind.CSA.value)
 HCA = tl.constexpr(LayerKind.HCA.value)
@@ -171,7 +172,7 @@ def fold_rows(tokens: int, requests: int) -> int:
 # ---- kernels ----
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@pdl_kernel(do_not_specialize=["tokens"])
 def _compress_csa_kernel(
     kv,
     kv_token,
@@ -205,6 +206,7 @@ def _compress_csa_kernel(
     the request's first new one, and so no row that a new token of this page takes: such a token is
     at most 3 positions further, not 8.
     """
+    after_previous()
     token = tl.program_id(0).to(tl.int64)
     place = tl.load(position + token * SLOTS + SLOTS - 1)
     page = tl.load(ring + token * SLOTS + SLOTS - 1) // RING_SLOTS
@@ -311,7 +313,7 @@ def _keep(
     tl.store(state + row * 4 * WIDTH + 2 * WIDTH + column, score)
 
 
-@triton.jit(do_not_specialize=["tokens", "requests"])
+@pdl_kernel(do_not_specialize=["tokens", "requests"])
 def _compress_hca_kernel(
     kv,
     kv_token,
@@ -341,6 +343,7 @@ def _compress_hca_kernel(
     A request's stored state is read by its first segment, if that goes on from it, and replaced by
     its last. Where these are two, the first does both: it folds the last one's tokens once more.
     """
+    after_previous()
     token = tl.program_id(0).to(tl.int64)
     segment = tl.load(segments + token)
     if tl.load(segments + token - 1, mask=token > 0, other=-1) == segment:

@@ -15,6 +15,7 @@ import triton.language as tl
 from sglang_dsv4.attention.cache import PAGE
 from sglang_dsv4.attention.metadata import EntryTable
 from sglang_dsv4.config import LayerKind
+from sglang_dsv4.kernels_triton_launch import after_previous, pdl_kernel
 
 WIDTH = tl.constexpr(128)  # channels of an index query or key
 PAIRS = tl.constexpr(32)  # rotated pairs of channels, the last of a vector
@@ -161,7 +162,7 @@ def score_options(element_size: int) -> dict[str, int]:
 # ---- kernels ----
 
 
-@triton.jit
+@pdl_kernel
 def _index_query_kernel(
     q,
     q_token,
@@ -173,6 +174,7 @@ def _index_query_kernel(
     HEADS: tl.constexpr,
     FP4: tl.constexpr,
 ):
+    after_previous()
     blocks = tl.cdiv(heads, HEADS)
     token = (tl.program_id(0) // blocks).to(tl.int64)
     head = tl.program_id(0) % blocks * HEADS + tl.arange(0, HEADS)
@@ -186,7 +188,7 @@ def _index_query_kernel(
     tl.store(target, vectors.to(out.dtype.element_ty), mask=exists)
 
 
-@triton.jit(do_not_specialize=["page_table_request", "width"])
+@pdl_kernel(do_not_specialize=["page_table_request", "width"])
 def _score_kernel(
     q,
     q_token,
@@ -211,6 +213,7 @@ def _score_kernel(
     A page is written whole, so that what reads the scores may read words of several. A program
     that met NaN adds their number to the count, once; all others leave memory alone.
     """
+    after_previous()
     token = tl.program_id(0).to(tl.int64)
     count = tl.minimum(tl.load(visible + token), width).to(tl.int32)
     head, column = tl.arange(0, HEADS), tl.arange(0, WIDTH)
@@ -253,7 +256,7 @@ def _order_of(score):
     return tl.where(score == score, order, LOWEST)
 
 
-@triton.jit(do_not_specialize=["width"])
+@pdl_kernel(do_not_specialize=["width"])
 def _select_kernel(
     orders,
     orders_token,
@@ -269,6 +272,7 @@ def _select_kernel(
     Every chosen entry is packed with its order into one integer, and these are sorted. An entry's
     number counts down in there, so that of equal scores the lower one comes first.
     """
+    after_previous()
     token = tl.program_id(0).to(tl.int64)
     count = tl.minimum(tl.load(visible + token), width).to(tl.int32)
     orders += token * orders_token

@@ -22,6 +22,7 @@ from sglang_dsv4.attention.metadata import (
     Metadata,
 )
 from sglang_dsv4.config import LayerKind
+from sglang_dsv4.kernels_triton_launch import after_previous, pdl_kernel
 
 CSA = tl.constexpr(LayerKind.CSA.value)
 HCA = tl.constexpr(LayerKind.HCA.value)
@@ -157,7 +158,7 @@ def _fill_segments(batch: Batch, plan: HcaPlan) -> None:
 
 
 # Not specialised: each value would compile the kernel again, while requests wait.
-@triton.jit(do_not_specialize=["page_table_request", "page_table_page", "width"])
+@pdl_kernel(do_not_specialize=["page_table_request", "page_table_page", "width"])
 def _token_metadata_kernel(
     positions,
     requests,
@@ -191,6 +192,7 @@ def _token_metadata_kernel(
 
     window, width: columns of the window's list and of HCA's, which starts with the same rows.
     """
+    after_previous()
     token = tl.program_id(0).to(tl.int64)
     position, request = tl.load(positions + token), tl.load(requests + token)
     pages = page_table + request * page_table_request
@@ -262,7 +264,7 @@ def _closed_entry(page, position, RATIO: tl.constexpr):
     return tl.where(closes, _stored(page, position // RATIO, RATIO), 0)
 
 
-@triton.jit(do_not_specialize=["segments"])
+@pdl_kernel(do_not_specialize=["segments"])
 def _segment_metadata_kernel(
     prefix_lens,
     new_lens,
@@ -273,6 +275,7 @@ def _segment_metadata_kernel(
     segments,
 ):
     """One request's segments; the last request writes those that belong to nobody as well."""
+    after_previous()
     request = tl.program_id(0)
     prefix = tl.load(prefix_lens + request)
     first = _first_segment(request, prefix_lens, new_lens)

@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_dsv4.kernels_triton_launch import after_previous, pdl_kernel
+
 # Keeps the weights of a token finite when all its scores underflow to zero.
 _SCORE_FLOOR = tl.constexpr(1e-20)
 _LEAST_INT32 = tl.constexpr(-(2**31))
@@ -172,7 +174,7 @@ def _write_routes(
     tl.store(experts + place, chosen, mask=inside)
 
 
-@triton.jit
+@pdl_kernel
 def _route_scored_kernel(
     logits,
     logits_stride,
@@ -185,6 +187,7 @@ def _route_scored_kernel(
     BLOCK_E: tl.constexpr,
 ):
     """One token a program."""
+    after_previous()
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK_E)
     inside = expert < expert_count
@@ -208,7 +211,7 @@ def _route_scored_kernel(
     )
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@pdl_kernel(do_not_specialize=["tokens"])
 def _route_hashed_kernel(
     logits,
     logits_stride,
@@ -222,6 +225,7 @@ def _route_hashed_kernel(
     BLOCK_T: tl.constexpr,
 ):
     """BLOCK_T tokens a program."""
+    after_previous()
     token = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
     slot = tl.arange(0, _least_power(TOP_K))
     inside = (token < tokens)[:, None] & (slot < TOP_K)[None, :]
@@ -241,8 +245,9 @@ def _swiglu(gate, up, limit):
     return gate * tl.sigmoid(gate) * up
 
 
-@triton.jit
+@pdl_kernel
 def _swiglu_kernel(gate_up, row_stride, result, width, blocks, limit, BLOCK: tl.constexpr):
+    after_previous()
     program = tl.program_id(0)
     row = (program // blocks).to(tl.int64)
     column = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
@@ -253,11 +258,12 @@ def _swiglu_kernel(gate_up, row_stride, result, width, blocks, limit, BLOCK: tl.
     tl.store(result + row * width + column, activated, mask=inside)
 
 
-@triton.jit
+@pdl_kernel
 def _scaled_swiglu_kernel(
     gate_up, experts, factors, result, width, blocks, limit, BLOCK: tl.constexpr
 ):
     """A block of columns of one pair: gate and up times their factors, then the activation."""
+    after_previous()
     program = tl.program_id(0)
     pair = (program // blocks).to(tl.int64)
     column = (program % blocks) * BLOCK + tl.arange(0, BLOCK)

@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_dsv4.kernels_triton_launch import after_previous, pdl_kernel
 from sglang_dsv4.moe.kernels_triton import _least_power, _swiglu
 
 # Up to so many (token, choice) pairs, each program finds its own rows among all pairs, which saves
@@ -281,12 +282,13 @@ def add_choices(
 # ---- routed experts ----
 
 
-@triton.jit(do_not_specialize=["pairs", "first_held"])
+@pdl_kernel(do_not_specialize=["pairs", "first_held"])
 def _sort_pairs_kernel(experts, order, starts, pairs, first_held, BLOCK: tl.constexpr):
     """One expert a program: counts the pairs that go before its own, then lists these in order.
 
     first_held: of Choices; those before it go first, and nobody looks there.
     """
+    after_previous()
     expert = tl.program_id(0)
     if first_held is not None:
         expert += first_held
@@ -366,7 +368,7 @@ def sorted_block(
     return expert, pair, count
 
 
-@triton.jit(do_not_specialize=["pairs", "first_held"])
+@pdl_kernel(do_not_specialize=["pairs", "first_held"])
 def _grouped_product_kernel(
     x,
     weight,
@@ -395,6 +397,7 @@ def _grouped_product_kernel(
     Rows beyond a block's pairs compute token 0 and are not stored. Neighbouring programs share
     their rows, and blocks of one expert follow each other, so that its weights are read once.
     """
+    after_previous()
     tiles = tl.cdiv(width, BLOCK_N)
     block = tl.program_id(0) // tiles
     if PAIRS > 0:
@@ -439,7 +442,7 @@ def _grouped_product_kernel(
     tl.store(out + pair[:, None] * width + column[None, :], total, mask=stored)
 
 
-@triton.jit(do_not_specialize=["blocks", "first_held", "held"])
+@pdl_kernel(do_not_specialize=["blocks", "first_held", "held"])
 def _add_choices_kernel(
     outputs,
     weights,
@@ -456,6 +459,7 @@ def _add_choices_kernel(
     BLOCK: tl.constexpr,
 ):
     """One block of columns of one token."""
+    after_previous()
     program = tl.program_id(0)
     token = (program // blocks).to(tl.int64)
     column = (program % blocks) * BLOCK + tl.arange(0, BLOCK)

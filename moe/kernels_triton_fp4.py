@@ -16,6 +16,7 @@ from sglang_dsv4.backends import compute_capability
 from sglang_dsv4.fp4 import FP4Matrices
 from sglang_dsv4.kernels_triton_fp4 import FACTORS_UP, fp4_product, pack
 from sglang_dsv4.kernels_triton_fragments import depth_for, inputs_in_order, takes_wgmma
+from sglang_dsv4.kernels_triton_launch import after_previous, pdl_kernel
 from sglang_dsv4.moe.kernels_triton import _swiglu
 from sglang_dsv4.moe.kernels_triton_experts import (
     Blocks,
@@ -135,7 +136,7 @@ def _tiles_of_hopper(average: float) -> Tiles:
     return Tiles(rows=64, columns=128, warps=8, stages=4)
 
 
-@triton.jit(do_not_specialize=["pairs", "first_held"])
+@pdl_kernel(do_not_specialize=["pairs", "first_held"])
 def _grouped_product_fp4_kernel(
     x,
     codes,
@@ -162,6 +163,7 @@ def _grouped_product_fp4_kernel(
     WGMMA: tl.constexpr,
 ):
     """As _grouped_product_kernel, transposed: the weights, made in registers, are the left side."""
+    after_previous()
     TILES: tl.constexpr = BLOCK_N // 16
     COLUMNS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     tiles = tl.cdiv(width, COLUMNS)

@@ -17,6 +17,7 @@ from sglang_dsv4.graph_safety_kinds import (
 from sglang_dsv4.graph_safety_rules import Finding
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+PDL_KERNEL = "sglang_dsv4.kernels_triton_launch.pdl_kernel"
 
 
 @dataclass(frozen=True)
@@ -44,13 +45,17 @@ class Source:
         }
 
     def is_device_code(self, name: str) -> bool:
-        """Whether the function is compiled for the device (`@triton.jit`): no host runs it."""
+        """Whether the function is compiled for the device (`@triton.jit`, `@pdl_kernel`): no host
+        runs it."""
         decorators = [
             node.func if isinstance(node, ast.Call) else node
             for node in self.functions[name].decorator_list
         ]
         full = [Kinds({}, {}, {}, self.aliases).full_name(node) for node in decorators]
-        return any(name.startswith("triton.") and name.endswith(".jit") for name in full)
+        return any(
+            name == PDL_KERNEL or (name.startswith("triton.") and name.endswith(".jit"))
+            for name in full
+        )
 
     def called(self, name: str) -> Iterator[str]:
         """Full names of what a function mentions: its file's functions, and imported ones."""

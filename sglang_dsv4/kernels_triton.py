@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_dsv4.kernels_triton_launch import after_previous, pdl_kernel
+
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, *, eps: float) -> torch.Tensor:
     """Divide every vector by its root mean square, then multiply by the weight.
@@ -283,7 +285,7 @@ def _least_power(least):
     return 1 << (least - 1).bit_length()
 
 
-@triton.jit
+@pdl_kernel
 def _rms_norm_kernel(
     x,
     weight,
@@ -296,6 +298,7 @@ def _rms_norm_kernel(
     BLOCK: tl.constexpr,
 ):
     """One row a program."""
+    after_previous()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
@@ -326,7 +329,7 @@ def _dot_fp32(x, factors):
     return total
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@pdl_kernel(do_not_specialize=["tokens"])
 def _project_kernel(
     streams,
     fn,
@@ -340,6 +343,7 @@ def _project_kernel(
     BLOCK_R: tl.constexpr,
 ):
     """One slice of the long dimension for one tile of tokens: ROWS sums, then that of squares."""
+    after_previous()
     part = tl.program_id(0)
     token = (tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
     row = tl.arange(0, BLOCK_R)
@@ -368,7 +372,7 @@ def _project_kernel(
     tl.store(line + ROWS, tl.sum(squares, 1), mask=token < tokens)
 
 
-@triton.jit(do_not_specialize=["tokens", "slices", "mixing"])
+@pdl_kernel(do_not_specialize=["tokens", "slices", "mixing"])
 def _collapse_kernel(
     streams,
     sums,
@@ -392,6 +396,7 @@ def _collapse_kernel(
     BLOCK_S: tl.constexpr,
 ):
     """Collapses streams; with comb, the first `mixing` programs, which take longest, mix back."""
+    after_previous()
     program = tl.program_id(0)
     if comb is not None:
         if program < mixing:
@@ -509,7 +514,7 @@ def _write_comb(
             tl.store(comb + (token * M + i) * M + j, value, mask=token < tokens)
 
 
-@triton.jit
+@pdl_kernel
 def _post_kernel(
     y, streams, post, comb, result, hidden, blocks, M: tl.constexpr, BLOCK_D: tl.constexpr
 ):
@@ -517,6 +522,7 @@ def _post_kernel(
 
     Sums are spelled out as fma: which of two products a compiler rounds would depend on y's dtype.
     """
+    after_previous()
     program = tl.program_id(0)
     token = (program // blocks).to(tl.int64)
     channel = (program % blocks) * BLOCK_D + tl.arange(0, BLOCK_D)

@@ -33,6 +33,7 @@ from sglang_dsv4.kernels_triton_fragments import (
     takes_wgmma,
     words_of,
 )
+from sglang_dsv4.kernels_triton_launch import after_previous, pdl_kernel
 
 # Beyond so many tokens arithmetic costs more than reading weights: they are dequantised, and cuBLAS
 # multiplies.
@@ -287,7 +288,7 @@ def _numbers(codes, tile, TILES: tl.constexpr, BLOCK_K: tl.constexpr, WGMMA: tl.
     return left_operand(pairs, TILES, BLOCK_K // 32, WGMMA)
 
 
-@triton.jit(do_not_specialize=["tokens", "token_tiles", "groups"])
+@pdl_kernel(do_not_specialize=["tokens", "token_tiles", "groups"])
 def _linear_kernel(
     x,
     codes,
@@ -309,6 +310,7 @@ def _linear_kernel(
     A tile of rows lies in one block of scales and in one group, since BLOCK_N divides 128. Where
     there are no more rows or tokens, the last are read again, and nothing is stored.
     """
+    after_previous()
     TILES: tl.constexpr = BLOCK_N // _ROWS
     first_row = (tl.program_id(0) // token_tiles) * BLOCK_N
     part = tl.program_id(1)
@@ -337,9 +339,10 @@ def _linear_kernel(
     tl.store(out + line[None, :] * width + row[:, None], total, mask=stored)
 
 
-@triton.jit(do_not_specialize=["slices"])
+@pdl_kernel(do_not_specialize=["slices"])
 def _add_slices_kernel(sums, result, count, slices, SLICES: tl.constexpr, BLOCK: tl.constexpr):
     """One block of the `count` numbers of the result."""
+    after_previous()
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     part = tl.arange(0, SLICES)
     parts = tl.load(
@@ -350,11 +353,12 @@ def _add_slices_kernel(sums, result, count, slices, SLICES: tl.constexpr, BLOCK:
     tl.store(result + place, tl.sum(parts, 0), mask=place < count)
 
 
-@triton.jit
+@pdl_kernel
 def _dequantise_kernel(
     codes, scales, values, rows, columns, TILES: tl.constexpr, BLOCK_K: tl.constexpr
 ):
     """TILES tiles, one below the other, which lie in one block of scales."""
+    after_previous()
     blocks = columns // BLOCK_K
     first_row = (tl.program_id(0) // blocks) * (TILES * _ROWS)
     first = tl.program_id(0) % blocks * BLOCK_K

@@ -23,6 +23,7 @@ from sglang_dsv4.kernels_triton_fp4 import (
     unpacked_halves,
 )
 from sglang_dsv4.kernels_triton_fragments import depth_for, inputs_in_order, takes_wgmma
+from sglang_dsv4.kernels_triton_launch import after_previous, pdl_kernel
 from sglang_dsv4.kernels_triton_linear import (
     MOST_TOKENS,
     Tiles,
@@ -134,7 +135,7 @@ def _tiled_product(
     return result
 
 
-@triton.jit(do_not_specialize=["tokens", "token_tiles", "groups"])
+@pdl_kernel(do_not_specialize=["tokens", "token_tiles", "groups"])
 def _linear_fp4_kernel(
     x,
     codes,
@@ -159,6 +160,7 @@ def _linear_fp4_kernel(
     The last tile of a group of rows may reach beyond it: there the group's last 16 rows are read
     again, and nothing is stored.
     """
+    after_previous()
     TILES: tl.constexpr = BLOCK_N // _ROWS
     group_width = width // groups
     row_tiles = tl.cdiv(group_width, BLOCK_N)
@@ -190,7 +192,7 @@ def _linear_fp4_kernel(
     tl.store(out + line[None, :] * width + row[:, None], total, mask=stored)
 
 
-@triton.jit
+@pdl_kernel
 def _unpack_kernel(
     codes,
     scales,
@@ -204,6 +206,7 @@ def _unpack_kernel(
     BLOCK_K: tl.constexpr,
 ):
     """TILES tiles, one below the other."""
+    after_previous()
     blocks = columns // BLOCK_K
     first_row = (tl.program_id(0) // blocks) * (TILES * _ROWS)
     block = tl.program_id(0) % blocks

@@ -28,6 +28,7 @@ from sglang_dsv4.kernels_triton import (
     _write_comb,
     _write_post,
 )
+from sglang_dsv4.kernels_triton_launch import after_previous, pdl_kernel
 
 # Up to so many tokens the two kernels are as fast as the four, or faster.
 FUSED_TOKENS = 32
@@ -170,7 +171,7 @@ def _mix_and_norm(
 # ---- kernels ----
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@pdl_kernel(do_not_specialize=["tokens"])
 def _post_project_token_kernel(
     y,
     streams,
@@ -189,6 +190,7 @@ def _post_project_token_kernel(
 ):
     """One slice of the channels of one token: its streams with y in them (y None: as they are), and
     what they add to ROWS sums and to that of squares. Products are exchanged last."""
+    after_previous()
     part = tl.program_id(0)
     token = tl.program_id(1).to(tl.int64)
     stream, row = tl.arange(0, M), tl.arange(0, BLOCK_R)
@@ -219,7 +221,7 @@ def _post_project_token_kernel(
     tl.store(line + ROWS, tl.sum(tl.sum(squares, 1), 0))
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@pdl_kernel(do_not_specialize=["tokens"])
 def _post_project_tile_kernel(
     y,
     streams,
@@ -239,6 +241,7 @@ def _post_project_tile_kernel(
 ):
     """The same for a tile of tokens, by tensor cores. These want values in other threads than those
     that make them: so they are read back, out of the L2, which takes fewer registers."""
+    after_previous()
     part = tl.program_id(0)
     token = (tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
     there = token < tokens
@@ -298,7 +301,7 @@ def _posted(y, streams, post, comb, token, channel, tokens, end, hidden, M: tl.c
     return total.to(streams.dtype.element_ty)
 
 
-@triton.jit(do_not_specialize=["tokens", "slices"])
+@pdl_kernel(do_not_specialize=["tokens", "slices"])
 def _mix_norm_kernel(
     streams,
     sums,
@@ -321,6 +324,7 @@ def _mix_norm_kernel(
 ):
     """The first programs, which take longest, mix back a token each; every other one makes the
     input of one. Streams are asked for before the sums are waited for."""
+    after_previous()
     program = tl.program_id(0)
     if program < tokens:
         token = (program + tl.arange(0, 1)).to(tl.int64)

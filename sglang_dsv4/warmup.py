@@ -38,9 +38,9 @@ from sglang_dsv4.parameters import default_dtype
 from sglang_dsv4.precision import Precision
 
 # Tiles change at few numbers of tokens, all of them between these: what a server captures, ...
-DECODES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256)
+DECODES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 64, 96, 128, 160, 192, 216, 256)
 # ... and the new tokens of a prefill, some of which are no multiples of 16.
-PREFILLS = (3, 17, 100, 128, 257, 512, 768, 1001, 2048, 4096, 8192)
+PREFILLS = (3, 17, 100, 128, 257, 400, 512, 768, 1001, 2048, 3000, 4096, 8192)
 MANIFEST = "sglang_dsv4_warm.json"
 # Providers that can be run on tensors without values in a process that serves afterwards: others
 # would keep some of these tensors.
@@ -232,6 +232,8 @@ def recorded() -> Iterator[dict[tuple[Any, ...], Launch]]:
     def note(kernel: Any, grid: Any) -> Callable[..., None]:
         def call(*arguments: Any, **options: Any) -> None:
             named = {name: stand_in(value) for name, value in options.items()}
+            if hasattr(kernel, "launch_options"):  # which decide about the variant, too
+                named |= kernel.launch_options(grid)
             launch = Launch(kernel, tuple(map(stand_in, arguments)), named)
             found.setdefault(launch.key(), launch)
 

@@ -41,6 +41,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("host", "backends", "census", "ledger", "tiny_formats", "nano_demo_server"),
         *("graph_safety_static", "damaged_values"),
     ),
+    ("kernels_triton_launch",),
     (
         *("format_claims", "tiny_weights", "convert_plan", "linears", "host_slots"),
         *("kernels_triton_linear", "kernels_triton_linear_fp4"),

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.runtime import interpreter
+from triton.runtime import driver, interpreter
 from triton.runtime.jit import JITFunction, KernelInterface
 
 if TYPE_CHECKING:  # scripts that time kernels need no pytest
@@ -131,10 +131,16 @@ def compile_for(
     }
     source = ASTSource(kernel, types, constexprs, aligned)
     log = io.StringIO()
-    with knobs.nvidia.scope(), knobs.compilation.scope(), contextlib.redirect_stdout(log):
+    target = GPUTarget("cuda", capability, 32)
+    with (
+        knobs.nvidia.scope(),
+        knobs.compilation.scope(),
+        contextlib.redirect_stdout(log),
+        _active(target),
+    ):
         knobs.nvidia.dump_ptxas_log = True
         knobs.compilation.always_compile = True
-        compiled = triton.compile(source, GPUTarget("cuda", capability, 32), options)
+        compiled = triton.compile(source, target, options)
     registers = re.findall(r"Used (\d+) registers", log.getvalue())
     spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", log.getvalue())
     assert len(registers) == 1 and spills, f"cannot read the assembler's log: {log.getvalue()}"
@@ -147,6 +153,26 @@ def compile_for(
         ptx=compiled.asm["ptx"],
         cubin=compiled.asm["cubin"],
     )
+
+
+@dataclass(frozen=True)
+class _Driver:
+    """In the place of Triton's: kernels ask it what they are compiled for."""
+
+    target: GPUTarget
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+
+@contextlib.contextmanager
+def _active(target: GPUTarget) -> Iterator[None]:
+    before = driver._active
+    driver.set_active(_Driver(target))
+    try:
+        yield
+    finally:
+        driver.set_active(before)
 
 
 def assert_fits(report: Report) -> None:
@@ -178,11 +204,35 @@ def overwritten_operands(cubin: bytes) -> list[str]:
             seen.add(at)
             if set(_written(code[at])) & set(operand):
                 found.append(f"{line} | {code[at]}")
-            target = re.search(r"BRA.*\((\.L_\w+)\)", code[at])
-            following += [labels[target[1]]] if target else []
-            if not re.match(r"(BRA|EXIT)(?!.*P\d)", code[at]):
-                following.append(at + 1)
+            following += _following(code, labels, at)
     return found
+
+
+# Global memory, by registers or by a copy beside them; not prefetches, whose data no register gets.
+_GLOBAL = re.compile(r"(@\S+ +)?(LDG|STG|LDGSTS|LD|ST|ATOMG?|REDG?|UTMA\w+|UBLKCP|UBLKRED)\b")
+
+
+def memory_before_wait(cubin: bytes) -> list[str]:
+    """Instructions of a kernel of Hopper or later that touch global memory or end it, and that it
+    can reach before it waits for the kernels ahead of it (`kernels_triton_launch`)."""
+    code, labels = _disassembled(cubin)
+    found, seen, following = [], set[int](), [0]
+    while following:
+        at = following.pop()
+        if at in seen or at >= len(code) or code[at].startswith("ACQBULK"):
+            continue
+        seen.add(at)
+        if _GLOBAL.match(code[at]) or "EXIT" in code[at].replace("PREEXIT", ""):
+            found.append(code[at])
+        following += _following(code, labels, at)
+    return found
+
+
+def _following(code: list[str], labels: Mapping[str, int], at: int) -> list[int]:
+    """Places of the instructions that may come after one."""
+    target = re.search(r"BRA.*\((\.L_\w+)\)", code[at])
+    found = [labels[target[1]]] if target else []
+    return found if re.match(r"(BRA|EXIT)(?!.*P\d)", code[at]) else [*found, at + 1]
 
 
 def _disassembled(cubin: bytes) -> tuple[list[str], dict[str, int]]:

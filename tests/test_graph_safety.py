@@ -344,6 +344,8 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_dsv4.kernels_triton_launch import pdl_kernel
+
 
 @triton.autotune(configs=[], key=["n"])
 @triton.jit
@@ -368,13 +370,15 @@ def unrelated(x):
 """
 
 
+@pytest.mark.parametrize("decorator", ["triton.jit", "pdl_kernel", 'pdl_kernel(version="1")'])
 @pytest.mark.parametrize("fault", ["", "    factor = float(weight)\n"])
 def test_wrappers_of_kernels_are_checked_and_kernels_are_not(
-    fault: str, config: DSV4Config, steps: Steps, monkeypatch: pytest.MonkeyPatch
+    fault: str, decorator: str, config: DSV4Config, steps: Steps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A provider for another machine: its op takes its arguments' kinds from the one that ran."""
     package = Package()
     text = TRITON.replace("    _launch(x", fault + "    _launch(x")
+    text = text.replace("@triton.jit", f"@{decorator}")
     package.modules["sglang_dsv4.kernels_x"] = Source("sglang_dsv4/kernels_x.py", text)
     kernels = Provider("x", "sglang_dsv4.kernels_x", lambda machine: "needs another machine")
     monkeypatch.setattr(
@@ -385,7 +389,7 @@ def test_wrappers_of_kernels_are_checked_and_kernels_are_not(
     assert how == {"rms_norm": "provider", "_launch": "provider", "_norm_kernel": "device code"}
     found = graph_safety.check_source(package, steps.seen, covered)
     planted = [(one.rule, one.line) for one in found if one.file.endswith("kernels_x.py")]
-    assert planted == ([("scalar", 16)] if fault else [])
+    assert planted == ([("scalar", 18)] if fault else [])
 
 
 def test_provider_without_source_is_told(

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import triton
 import triton.language as tl
+from triton.runtime.jit import JITFunction
 
 from kernel_checks import (
     SHARED_MEMORY,
@@ -19,9 +20,12 @@ from kernel_checks import (
     assert_compiles_without_spills,
     assert_fits,
     compile_for,
+    memory_before_wait,
     overwritten_operands,
 )
-from sglang_dsv4 import kernels_triton_fp4
+from sglang_dsv4 import kernels_triton_fp4, kernels_triton_launch
+from sglang_dsv4.kernels_triton_launch import after_previous, pdl_kernel
+from sglang_dsv4.warmup import recorded
 
 CASES: list[CompileCase] = [
     case
@@ -30,6 +34,7 @@ CASES: list[CompileCase] = [
 ]
 
 PACKED = [case for case in CASES if "WGMMA" in case.constexprs and case.constexprs["BLOCK_K"] > 32]
+LAUNCHED_AS_USUAL = {"_recut_kernel", "_fold_sink_kernel"}  # beside FlashInfer's
 EXCHANGED = "shfl.sync.idx"  # how Triton lets the threads of a warp exchange operands here
 
 
@@ -64,6 +69,9 @@ def test_compiles_without_spills(case: CompileCase, capability: int, record_prop
     print(report)
     assert_fits(report)
     assert not (capability == 90 and overwritten_operands(report.cubin))
+    waits = capability >= 90 and case.kernel.__name__ not in LAUNCHED_AS_USUAL
+    assert ("griddepcontrol" in report.ptx) is waits
+    assert not (waits and memory_before_wait(report.cubin))
     # Blackwell's tensor cores take them from memory, and tiles of 32 inputs are for tiny models.
     if case in PACKED and capability != 100:
         assert EXCHANGED not in report.ptx
@@ -89,6 +97,43 @@ def test_products_that_nothing_waits_for_are_found(waited: bool, monkeypatch) ->
         monkeypatch.setattr(kernels_triton_fp4, "finished", _left_under_way)
     case = next(one for one in PACKED if "GROUP" in one.constexprs and 90 in one.capabilities)
     assert bool(overwritten_operands(case.report(90).cubin)) is not waited
+
+
+@pdl_kernel
+def _copy_kernel(x, out, EARLY: tl.constexpr, LATE: tl.constexpr):
+    """Reads memory before it waits, or after, or does not wait at all."""
+    if EARLY:
+        tl.store(out, tl.load(x))
+    if LATE:
+        after_previous()
+        tl.store(out, tl.load(x))
+
+
+@pytest.mark.parametrize(
+    ("early", "late", "found"),
+    [(False, True, ""), (True, True, "LDG STG"), (True, False, "LDG STG EXIT")],
+)
+def test_memory_before_the_wait_is_found(early: bool, late: bool, found: str) -> None:
+    constexprs = {"EARLY": early, "LATE": late}
+    report = compile_for(90, _copy_kernel, {"x": "*fp32", "out": "*fp32"}, constexprs)
+    touched = " ".join(memory_before_wait(report.cubin))
+    assert bool(touched) is bool(found)
+    assert all(name in touched for name in found.split())
+
+
+@pytest.mark.parametrize(
+    ("capability", "grid", "early"),
+    [(80, (1,), False), (89, (1,), False), (90, (1,), True), (90, (64, 64), False)],
+)
+def test_short_kernels_start_early_where_a_gpu_can(capability, grid, early, monkeypatch) -> None:
+    seen: dict[str, object] = {}
+    monkeypatch.setattr(JITFunction, "run", lambda *_, **options: seen.update(options))
+    monkeypatch.setattr(kernels_triton_launch, "compute_capability", lambda: capability)
+    _copy_kernel[grid](None, None, EARLY=False, LATE=True)
+    assert seen["launch_pdl"] is early
+    with recorded() as found:  # what is compiled ahead is the same variant
+        _copy_kernel[grid](None, None, EARLY=False, LATE=True)
+    assert [launch.options["launch_pdl"] for launch in found.values()] == [early]
 
 
 def test_every_run_compiles_each_kernel_for_each_architecture() -> None:
