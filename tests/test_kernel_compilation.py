@@ -34,7 +34,8 @@ CASES: list[CompileCase] = [
 ]
 
 PACKED = [case for case in CASES if "WGMMA" in case.constexprs and case.constexprs["BLOCK_K"] > 32]
-LAUNCHED_AS_USUAL = {"_recut_kernel", "_fold_sink_kernel"}  # beside FlashInfer's
+# Beside FlashInfer's kernels, and beside SGLang's before a step.
+LAUNCHED_AS_USUAL = {"_recut_kernel", "_fold_sink_kernel", "_decode_slots_kernel"}
 EXCHANGED = "shfl.sync.idx"  # how Triton lets the threads of a warp exchange operands here
 
 
