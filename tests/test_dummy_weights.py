@@ -54,7 +54,7 @@ def test_dummy_experts_in_four_bits_are_packed(load_format, monkeypatch) -> None
     """The host calls post_load_weights after other loaders, too: those bring what was packed."""
     packed, compiled = [], []
     monkeypatch.setattr(deepseek_v4, "pack_weights", lambda *arguments: packed.append(arguments))
-    monkeypatch.setattr(DeepseekV4ForCausalLM, "_compile_kernels", lambda self: compiled.append(1))
+    monkeypatch.setattr(DeepseekV4ForCausalLM, "_finish_kernels", lambda self: compiled.append(1))
     monkeypatch.setattr(host, "get_model", lambda: SimpleNamespace(load_format=load_format))
     model = served(ops="ops", model="model")
     post_load_weights(model)
