@@ -1,7 +1,6 @@
 """Compiles the kernels of a server while its weights load."""
 
 import contextvars
-import functools
 import importlib
 import time
 from collections.abc import Callable, Sequence
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 
 from sglang_dsv4 import warmup
+from sglang_dsv4.backends import on_this_gpu
 from sglang_dsv4.warmup import Builder, Target, Warmed
 
 
@@ -34,8 +34,9 @@ class Ahead:
         self.waited = 0.0  # seconds that `finish` took
         # First, as nvcc takes longer than any kernel.
         self.pool = ThreadPoolExecutor(thread_name_prefix="kernels ahead")
-        submit = functools.partial(self.pool.submit, _on_device, _current_device())
-        self.waits = [(name, self._timed(submit(build))) for name, build in beside]
+        self.waits = [
+            (name, self._timed(self.pool.submit(on_this_gpu(build)))) for name, build in beside
+        ]
         self.waits += contextvars.copy_context().run(self._begin_kernels)
 
     def _begin_kernels(self) -> list[tuple[str, Callable[[], Any]]]:
@@ -75,14 +76,3 @@ class Ahead:
     def _forget(self) -> None:
         for launch in self.launches:
             launch.forget()
-
-
-def _current_device() -> int | None:
-    return torch.cuda.current_device() if torch.cuda.is_available() else None
-
-
-def _on_device(device: int | None, build: Callable[[], Any]) -> Any:
-    """A new thread begins on the first GPU, whichever its process serves on."""
-    if device is not None:
-        torch.cuda.set_device(device)
-    return build()

@@ -334,8 +334,7 @@ def failures(waits: Iterable[tuple[str, Callable[[], Any]]]) -> list[tuple[str, 
         try:
             wait()
         except Exception as error:
-            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            failed.append((name, reason))
+            failed.append((name, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"))
     return failed
 
 

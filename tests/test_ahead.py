@@ -3,6 +3,7 @@
 Nothing is compiled here, but for what stands for a kernel: that needs a GPU.
 """
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -163,11 +164,19 @@ def test_what_has_not_begun_never_does_after_a_stop(
 def test_a_module_is_built_on_the_device_of_the_server(
     flash: DSV4Config, found: list[Launch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    current = threading.local()
-    monkeypatch.setattr(ahead, "_current_device", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda index: vars(current).update(index=index))
+    """A new thread begins on the first GPU."""
+    local = threading.local()
+
+    @contextlib.contextmanager
+    def device(index: int) -> Iterator[None]:
+        local.index = index
+        yield
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "device", device)
     on: list[int] = []
-    assert Ahead(target(flash), [("nvcc", lambda: on.append(current.index))]).finish().built == 1
+    assert Ahead(target(flash), [("nvcc", lambda: on.append(local.index))]).finish().built == 1
     assert on == [3]
 
 

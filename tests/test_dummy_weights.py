@@ -75,7 +75,7 @@ def test_a_refused_update_leaves_what_graphs_can_read(filled, monkeypatch) -> No
     monkeypatch.setattr(deepseek_v4.host, "checkpoint_folder", lambda: "somewhere")
     monkeypatch.setattr(deepseek_v4.checkpoint, "total_bytes", lambda folder: 1)
     model = served(filled=filled, ops="ops", model="model", parallel=Parallel(), chosen=None)
-    model.config = None
+    model.config = model.ahead = None
     with pytest.raises(deepseek_v4.weights.CheckpointError, match="missing tensors"):
         model.load_weights([])
     assert packed == [("ops", "model")] * filled
