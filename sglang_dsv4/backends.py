@@ -245,6 +245,19 @@ def prepare_attention(
         module.prepare(tokens, heads, width, scale=scale, device=device)
 
 
+def on_this_gpu(call: Callable[[], Any]) -> Callable[[], Any]:
+    """`call` for another thread: one begins on the first GPU, whichever this thread is on."""
+    if not torch.cuda.is_available():
+        return call
+    device = torch.cuda.current_device()
+
+    def there() -> Any:
+        with torch.cuda.device(device):
+            return call()
+
+    return there
+
+
 def pack_weights(ops: Ops, model: nn.Module) -> None:
     """Have the providers of routed_experts_fp4, linear_fp4 and linear_fp8 order codes in `model` as
     they read them, in place, one stack of matrices after the other, after they were loaded."""

@@ -13,7 +13,7 @@ import importlib.util
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -258,13 +258,14 @@ def recorded() -> Iterator[dict[tuple[Any, ...], Launch]]:
 
 def builders(target: Target) -> list[Builder]:
     """All that is built for the target, with names for a progress bar."""
-    found = _builders_of(launches(target))
+    found = builders_of(launches(target))
     if target.ops.providers["sparse_attention"] == "flashinfer":
         found.append(("FlashInfer MLA", lambda: _plan(target)))
     return [*found, *host_builders()]
 
 
-def _builders_of(found: Sequence[Launch]) -> list[Builder]:
+def builders_of(found: Sequence[Launch]) -> list[Builder]:
+    """Each only begins, where Triton compiles in the background."""
     return [(launch.kernel.__name__.strip("_"), launch.compile) for launch in found]
 
 
@@ -308,18 +309,7 @@ def warm(target: Target, builders: Sequence[Builder], step: Callable[[str], None
     done = Warmed(
         target.key(), len(builders) - len(failed), failed, round(time.monotonic() - start, 1)
     )
-    if not failed:
-        _remember(done)
-    return done
-
-
-def compile_ahead(target: Target, beside: Sequence[Builder] = ()) -> Warmed:
-    """`warm` for our own kernels, in a process that launches them afterwards: what failed is
-    compiled again then. beside: what else is built while they compile."""
-    found = launches(target)
-    done = warm(target, [*beside, *_builders_of(found)], lambda name: None)
-    for launch in found if done.failed else ():
-        launch.forget()
+    remember(done)
     return done
 
 
@@ -330,16 +320,24 @@ def build_all(
 
     step: called with each name before it is built or waited for.
     """
-    triton, failed = importlib.import_module("triton"), []
+    triton = importlib.import_module("triton")
+    failed: list[tuple[str, str]] = []
     with ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
-        begun = [_begin(build) if _is_kernel(build) else None for _, build in builders]
+        begun = [begin(build) if _is_kernel(build) else None for _, build in builders]
         for (name, build), finish in zip(builders, begun, strict=True):
             step(name)
-            try:
-                (finish or _begin(build))()
-            except Exception as error:
-                reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-                failed.append((name, reason))
+            failed += failures([(name, finish or begin(build))])
+    return failed
+
+
+def failures(waits: Iterable[tuple[str, Callable[[], Any]]]) -> list[tuple[str, str]]:
+    """Waits for each of these (name, what waits for its end): name and reason of what failed."""
+    failed = []
+    for name, wait in waits:
+        try:
+            wait()
+        except Exception as error:
+            failed.append((name, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"))
     return failed
 
 
@@ -348,7 +346,7 @@ def _is_kernel(build: Callable[[], Any]) -> bool:
     return isinstance(getattr(build, "__self__", None), Launch)
 
 
-def _begin(build: Callable[[], Any]) -> Callable[[], Any]:
+def begin(build: Callable[[], Any]) -> Callable[[], Any]:
     """Starts to build: what waits for the end, and raises what went wrong."""
 
     def fail(error: Exception) -> None:
@@ -378,7 +376,10 @@ def remembered() -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _remember(done: Warmed) -> None:
+def remember(done: Warmed) -> None:
+    """Note it in the manifest, unless something failed."""
+    if done.failed:
+        return
     path = manifest()
     entry = {"sources": sources(), "versions": versions(), "built": done.built}
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -54,6 +54,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("model", "convert_files"),
     ("warmup",),
+    ("ahead",),
     (
         *("served", "cli_make_tiny", "graph_safety_step", "convert"),
         *("inspect_plot", "doctor_checkpoint"),

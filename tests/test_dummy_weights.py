@@ -54,7 +54,7 @@ def test_dummy_experts_in_four_bits_are_packed(load_format, monkeypatch) -> None
     """The host calls post_load_weights after other loaders, too: those bring what was packed."""
     packed, compiled = [], []
     monkeypatch.setattr(deepseek_v4, "pack_weights", lambda *arguments: packed.append(arguments))
-    monkeypatch.setattr(DeepseekV4ForCausalLM, "_compile_kernels", lambda self: compiled.append(1))
+    monkeypatch.setattr(DeepseekV4ForCausalLM, "_finish_kernels", lambda self: compiled.append(1))
     monkeypatch.setattr(host, "get_model", lambda: SimpleNamespace(load_format=load_format))
     model = served(ops="ops", model="model")
     post_load_weights(model)
@@ -75,7 +75,7 @@ def test_a_refused_update_leaves_what_graphs_can_read(filled, monkeypatch) -> No
     monkeypatch.setattr(deepseek_v4.host, "checkpoint_folder", lambda: "somewhere")
     monkeypatch.setattr(deepseek_v4.checkpoint, "total_bytes", lambda folder: 1)
     model = served(filled=filled, ops="ops", model="model", parallel=Parallel(), chosen=None)
-    model.config = None
+    model.config = model.ahead = None
     with pytest.raises(deepseek_v4.weights.CheckpointError, match="missing tensors"):
         model.load_weights([])
     assert packed == [("ops", "model")] * filled

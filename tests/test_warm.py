@@ -3,7 +3,6 @@
 Nothing is compiled here: that needs a GPU. What is found is compared with what a model launches.
 """
 
-import functools
 import json
 import sys
 from collections import Counter
@@ -15,13 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-import triton
 
 from sglang_dsv4 import cli_warm, kernels_triton_mhc, linears, precision, warmup
 from sglang_dsv4.backends import PROVIDERS, Machine, Ops, choose
 from sglang_dsv4.cli import main
 from sglang_dsv4.config import DSV4Config, LayerKind
-from sglang_dsv4.linears import ALL_DENSE, KeptLinears
+from sglang_dsv4.linears import KeptLinears
 from sglang_dsv4.moe.kernels_triton_experts import Tiles
 from sglang_dsv4.moe.kernels_triton_fp4 import _tiles_of_hopper
 from sglang_dsv4.parallel import Parallel
@@ -326,38 +324,6 @@ def test_a_failure_is_told_and_not_remembered(flash: DSV4Config, cache: Path) ->
     assert warmup.remembered() == {}
 
 
-class Compiler:
-    """A kernel that is compiled in the background, and fails where it is told to."""
-
-    __name__ = "_kernel"
-
-    def __init__(self, error: Exception | None = None) -> None:
-        self.error, self.device_caches = error, {0: ({}, None)}
-
-    def warmup(self, *arguments: Any, grid: Any) -> Any:
-        def compile_it() -> str:
-            if self.error:
-                raise self.error
-            return "code"
-
-        cache = self.device_caches[0][0]
-        mode = triton.runtime._async_compile.active_mode.get()
-        kernel = mode.submit(id(self), compile_it, lambda done: cache.update(key=done))
-        return cache.setdefault("key", kernel)
-
-
-def test_kernels_are_built_beside_each_other_and_failures_forgotten(
-    flash: DSV4Config, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Triton keeps what failed, and raises its error at every later launch."""
-    well, broken = Compiler(), Compiler(OSError("killed"))
-    found = [Launch(well, (), {}), Launch(broken, (), {}), Launch(broken, (), {})]
-    monkeypatch.setattr(warmup, "launches", lambda made: found)
-    done = warmup.compile_ahead(target(flash))
-    assert done.built == 1 and list(done.failed) == [("kernel", "OSError: killed")] * 2
-    assert well.device_caches[0][0] == {"key": "code"} and broken.device_caches[0][0] == {}
-
-
 @pytest.mark.parametrize("content", ["", "[]", "{"])
 def test_a_broken_manifest_is_cold(cache: Path, content: str) -> None:
     cache.mkdir()
@@ -463,94 +429,3 @@ def test_a_second_warm_up_finds_everything(cache: Path, flash: DSV4Config) -> No
     for launch in warmup.launches(chosen, decodes=(1, 64), prefills=(1001,)):
         launch.compile()
     assert sum(1 for _ in cache.rglob("*.cubin")) == count
-
-
-# ---- in a server ----
-
-
-def compiled_by_a_server(
-    monkeypatch: pytest.MonkeyPatch, flash: DSV4Config, build: Any, **changes: Any
-) -> list[str]:
-    """Names of what a served model builds once its weights are there; build: of `build_all`."""
-    from sglang_dsv4 import host
-    from sglang_dsv4.served.deepseek_v4 import DeepseekV4ForCausalLM
-
-    begun: list[str] = []
-
-    def build_all(builders: Sequence[warmup.Builder], step: Any) -> list[tuple[str, str]]:
-        begun.extend(name for name, _ in builders)
-        result: list[tuple[str, str]] = build()
-        return result
-
-    monkeypatch.setattr(warmup, "build_all", build_all)
-    monkeypatch.setattr(host, "context_length", lambda: None)
-    ops = ops_by("triton")
-    machine = replace(ops.machine, device=changes.pop("device", "cuda"))
-    providers = {**ops.providers, **changes.pop("providers", {})}
-    # Tensors without values lie on the CPU here.
-    monkeypatch.setattr(warmup, "launches", functools.partial(on_cpu, warmup.launches))
-    model = SimpleNamespace(
-        config=flash,
-        ops=replace(ops, machine=machine, providers=providers),
-        chosen=precision.parse(""),
-        parallel=Parallel(**changes),
-        head=SimpleNamespace(weight=torch.empty(0, dtype=torch.bfloat16)),
-        kept=({0: 32, 2: 16}, (ALL_DENSE,)),
-        compiled=False,
-    )
-    for _ in range(2):  # weights may be loaded again
-        DeepseekV4ForCausalLM._compile_kernels(model)
-    return begun
-
-
-def on_cpu(find: Any, made: Target) -> list[Launch]:
-    found: list[Launch] = find(replace(made, ops=ops_by("triton")), decodes=(1,), prefills=(128,))
-    return found
-
-
-def test_a_server_compiles_before_it_captures(
-    flash: DSV4Config,
-    cache: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level("INFO")
-    begun = compiled_by_a_server(monkeypatch, flash, lambda: [("attention_kernel", "too large")])
-    assert {"attention_kernel", "grouped_product_fp4_kernel"} <= set(begun)
-    assert begun[0] == "SGLang positions"  # nvcc runs while Triton compiles
-    assert f"{len(begun) - 1} kernel variants and modules ready in" in caplog.text
-    assert caplog.text.count("ready in") == 1
-    assert "attention_kernel compiles when it is needed: too large" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({"device": "cpu"}, ""),
-        ({"rank": 1, "size": 2}, ""),
-        (
-            {"providers": {"swiglu": "reference"}},
-            "when they are needed, not ahead: reference cannot",
-        ),
-    ],
-)
-def test_where_a_server_compiles_nothing_ahead(
-    flash: DSV4Config,
-    changes: dict[str, Any],
-    told: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level("INFO")
-    assert compiled_by_a_server(monkeypatch, flash, list, **changes) == []
-    assert told in caplog.text
-
-
-def test_a_server_that_cannot_compile_ahead_goes_on(
-    flash: DSV4Config, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail() -> list[tuple[str, str]]:
-        raise RuntimeError("no compiler")
-
-    assert compiled_by_a_server(monkeypatch, flash, fail)
-    assert "kernels compile when they are needed" in caplog.text and "no compiler" in caplog.text

@@ -17,6 +17,7 @@ from sglang_dsv4 import (
     warmup,
     weights,
 )
+from sglang_dsv4.ahead import Ahead
 from sglang_dsv4.backends import Machine, choose, pack_weights
 from sglang_dsv4.config import DSV4Config
 from sglang_dsv4.expert_storage import ExpertStorage
@@ -29,6 +30,7 @@ from sglang_dsv4.settings import Settings
 from sglang_dsv4.tensor_table import expected_tensors
 
 logger = logging.getLogger(__name__)
+_NOT_AHEAD = "sglang-dsv4: kernels compile when they are needed"
 
 
 class DeepseekV4ForCausalLM(nn.Module):
@@ -53,12 +55,13 @@ class DeepseekV4ForCausalLM(nn.Module):
         for note in storage.notes if self.parallel.rank == 0 else ():
             logger.warning("sglang-dsv4: %s", note)
         self.kept = (storage.groups, linears.anywhere)
-        self.filled = self.compiled = False  # with weights; its kernels
+        self.filled = False  # with weights
         self.model = Model(
             self.config, chosen, self.ops, self.parallel, storage.groups, linears.layers
         )
         self.head = Weight(self.config.vocab_size // self.parallel.size, self.config.hidden_size)
         self.logits_processor = host.logits_processor(config)
+        self.ahead = self._begin_kernels()  # before the first weight, wherever weights come from
 
     def _storage(self, raw: dict[str, Any]) -> tuple[ExpertStorage, LinearStorage]:
         """Which experts and which other matrices stay as they are stored: by the headers of the
@@ -108,28 +111,33 @@ class DeepseekV4ForCausalLM(nn.Module):
                 total_bytes=checkpoint.total_bytes(host.checkpoint_folder()) if rank == 0 else None,
                 chosen=self.chosen,
             )
-        except weights.CheckpointError:
-            if self.filled:  # an update while the server runs: its graphs read packed weights
-                pack_weights(self.ops, self.model)
+            self._pack()
+        except BaseException as error:
+            if self.ahead is not None:  # the process may end now, and must not compile till then
+                self.ahead.stop()
+                self.ahead = None
+            if self.filled and isinstance(error, weights.CheckpointError):
+                self._pack()  # an update while the server runs: its graphs read packed weights
             raise
-        self.filled = True
-        pack_weights(self.ops, self.model)
         logger.info("sglang-dsv4 weights: %s", report)
-        self._compile_kernels()
+        self._finish_kernels()
 
     def post_load_weights(self) -> None:
         """Called by the host where it did not call `load_weights`."""
         if host.loads_dummies():
-            self.filled = True
-            pack_weights(self.ops, self.model)
-            self._compile_kernels()
+            self._pack()
+            self._finish_kernels()
 
-    def _compile_kernels(self) -> None:
-        """All variants at once, before the host captures one batch size after the other. What is
-        not found or fails compiles when it is needed; other ranks of this node find rank 0's."""
-        if self.compiled or self.ops.machine.device == "cpu" or self.parallel.rank:
-            return
-        self.compiled = True  # weights may be loaded again while the server runs
+    def _pack(self) -> None:
+        self.filled = True
+        pack_weights(self.ops, self.model)
+
+    def _begin_kernels(self) -> Ahead | None:
+        """All variants at once, while weights load, for the host captures one batch size after the
+        other. What is not found or fails compiles when it is needed; other ranks of this node find
+        rank 0's."""
+        if self.ops.machine.device == "cpu" or self.parallel.rank:
+            return None
         if others := sorted(set(self.ops.providers.values()) - warmup.LEAVE_NO_TRACE):
             why = "cannot be tried out on tensors without values"
             logger.info(
@@ -137,7 +145,7 @@ class DeepseekV4ForCausalLM(nn.Module):
                 ", ".join(others),
                 why,
             )
-            return
+            return None
         groups, linears = self.kept
         target = warmup.Target(
             config=self.config,
@@ -150,12 +158,23 @@ class DeepseekV4ForCausalLM(nn.Module):
             linears=linears,
         )
         try:
-            done = warmup.compile_ahead(target, host.just_in_time())
+            return Ahead(target, host.just_in_time())
         except Exception:
-            logger.warning("sglang-dsv4: kernels compile when they are needed", exc_info=True)
+            logger.warning(_NOT_AHEAD, exc_info=True)
+            return None
+
+    def _finish_kernels(self) -> None:
+        """Once: weights may be loaded again while the server runs."""
+        ahead, self.ahead = self.ahead, None
+        if ahead is None:
             return
-        ready = "sglang-dsv4: %d kernel variants and modules ready in %s s"
-        logger.info(ready, done.built, done.seconds)
+        try:
+            done = ahead.finish()
+        except Exception:
+            logger.warning(_NOT_AHEAD, exc_info=True)
+            return
+        ready = "sglang-dsv4: %d kernel variants and modules ready in %s s, %s s after the weights"
+        logger.info(ready, done.built, done.seconds, ahead.waited)
         for name, reason in done.failed:
             logger.warning("sglang-dsv4: %s compiles when it is needed: %s", name, reason)
 
