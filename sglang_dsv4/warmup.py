@@ -37,13 +37,12 @@ from sglang_dsv4.parallel import Parallel
 from sglang_dsv4.parameters import default_dtype
 from sglang_dsv4.precision import Precision
 
-# Tiles change at few numbers of tokens, all of them between these: what a server captures, ...
+# Tiles, and which launches are early, change between these: what a server captures, ...
 DECODES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 64, 96, 128, 160, 192, 216, 256)
-# ... and the new tokens of a prefill, some of which are no multiples of 16.
+# ... and a prefill's new tokens, some no multiples of 16.
 PREFILLS = (3, 17, 100, 128, 257, 400, 512, 768, 1001, 2048, 3000, 4096, 8192)
 MANIFEST = "sglang_dsv4_warm.json"
-# Providers that can be run on tensors without values in a process that serves afterwards: others
-# would keep some of these tensors.
+# Can be run on tensors without values before serving: others would keep some of these tensors.
 LEAVE_NO_TRACE = frozenset({"triton", "cublas", "flashmla"})
 Builder = tuple[str, Callable[[], Any]]  # what it builds, and the call that does
 
@@ -323,7 +322,10 @@ def build_all(
     triton = importlib.import_module("triton")
     failed: list[tuple[str, str]] = []
     with ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
-        begun = [begin(build) if _is_kernel(build) else None for _, build in builders]
+        begun = [  # kernels, with which Triton goes on
+            begin(build) if isinstance(getattr(build, "__self__", None), Launch) else None
+            for _, build in builders
+        ]
         for (name, build), finish in zip(builders, begun, strict=True):
             step(name)
             failed += failures([(name, finish or begin(build))])
@@ -339,11 +341,6 @@ def failures(waits: Iterable[tuple[str, Callable[[], Any]]]) -> list[tuple[str, 
         except Exception as error:
             failed.append((name, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"))
     return failed
-
-
-def _is_kernel(build: Callable[[], Any]) -> bool:
-    """Whether it only begins to build, and Triton goes on."""
-    return isinstance(getattr(build, "__self__", None), Launch)
 
 
 def begin(build: Callable[[], Any]) -> Callable[[], Any]:
